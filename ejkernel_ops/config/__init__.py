@@ -1,0 +1,1 @@
+"""Caches, policies and the choice of a config."""

@@ -1,0 +1,154 @@
+"""Configs in memory: `Key`, `ConfigCache`, and `overlay_cache` that lays some on top for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
+
+from ..core.snapshot import Reentrant, entered, overlay_digest, with_overlay
+from ..errors import ConfigError
+
+
+class Key(NamedTuple):
+    """What a config is stored under.
+
+    Args:
+        device: device fingerprint.
+        op_id_v: name and version of the kernel.
+        call_key: 16 hex digits of the call.
+
+    Example:
+        >>> Key("cpu|cpu", "flash_attention@v1", "0123456789abcdef").op_id_v
+        'flash_attention@v1'
+    """
+
+    device: str
+    op_id_v: str
+    call_key: str
+
+
+_lock, _writes = threading.Lock(), [0]
+
+
+def generation() -> int:
+    """How many times any cache was written in this process."""
+    return _writes[0]
+
+
+def count_write() -> None:
+    """Makes calls that are made from now on look again."""
+    with _lock:
+        _writes[0] += 1
+
+
+def split_key(key: tuple, others: tuple) -> Hashable:
+    """`get(key)` and `get(device, op_id_v, call_key)` are both documented."""
+    if others:
+        if len(others) != 2:
+            raise TypeError("expected one key, or device, op_id_v and call_key")
+        return Key(str(key), *map(str, others))
+    return key
+
+
+class ConfigCache:
+    """Configs of this process, safe to use from several threads.
+
+    Example:
+        >>> cache = ConfigCache()
+        >>> cache.put("cpu|cpu", "matmul@v1", "0123456789abcdef", 32)
+        >>> cache.get("cpu|cpu", "matmul@v1", "0123456789abcdef")
+        32
+        >>> cache.put("any key", 7); "any key" in cache, cache.get("other")
+        (True, None)
+    """
+
+    def __init__(self) -> None:
+        self._configs: dict[Hashable, Any] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: Any, op_id_v: str | None = None, call_key: str | None = None) -> Any:
+        """The config under a key, or `None`.
+
+        Args:
+            key: a key, or the device fingerprint where the other two are given.
+            op_id_v: name and version of the kernel.
+            call_key: 16 hex digits of the call.
+        """
+        others = () if op_id_v is None else (op_id_v, call_key)
+        return self._configs.get(split_key(key, others))
+
+    def put(self, key: Any, *rest: Any) -> None:
+        """Stores a config: `put(key, cfg)` or `put(device, op_id_v, call_key, cfg)`.
+
+        Raises:
+            ConfigError: the config is `None`.
+        """
+        *others, cfg = rest
+        if cfg is None:
+            raise ConfigError("cfg is None; expected a config: None means that there is none")
+        with self._lock:
+            self._configs[split_key(key, tuple(others))] = cfg
+        count_write()
+
+    def clear(self) -> None:
+        """Forgets all configs."""
+        with self._lock:
+            self._configs.clear()
+        count_write()
+
+    def keys(self) -> list[Hashable]:
+        """The keys, a copy."""
+        return list(self._configs)
+
+    def items(self) -> list[tuple[Hashable, Any]]:
+        """Keys and configs, a copy."""
+        return list(self._configs.items())
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._configs
+
+    def __len__(self) -> int:
+        return len(self._configs)
+
+
+def _as_key(key: Any) -> Key:
+    if not (isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key)):
+        raise ConfigError(f"overlay key is {key!r}; expected Key(device, op_id_v, call_key)")
+    return Key(*key)
+
+
+class overlay_cache(Reentrant):  # noqa: N801 - documented as a function
+    """Context in which the given configs win over every cache; inner overlays win over outer ones.
+
+    The configs are copied here, so later changes of the mapping have no effect. Functions that are
+    already jitted retrace once for each new content; equal content, and leaving, never retrace.
+
+    Args:
+        configs: mapping of `Key(device, op_id_v, call_key)` to config, or a `ConfigCache` (of which
+            only such keys count).
+
+    Raises:
+        ConfigError: a key of another form, or a config that cannot be compared by value.
+
+    Example:
+        >>> key = Key("cpu|cpu", "matmul@v1", "0123456789abcdef")
+        >>> with overlay_cache({key: 32}):
+        ...     pass
+    """
+
+    def __init__(self, configs: Mapping[Any, Any] | ConfigCache):
+        if isinstance(configs, ConfigCache):
+            self.configs = {k: cfg for k, cfg in configs.items() if isinstance(k, Key)}
+        else:
+            self.configs = {_as_key(k): cfg for k, cfg in configs.items()}
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of the content, equal in every process."""
+        return overlay_digest(self.configs)
+
+    def _open(self) -> contextlib.AbstractContextManager:
+        return entered(functools.partial(with_overlay, configs=self.configs, digest=self.digest))

@@ -1,0 +1,105 @@
+"""How a config is chosen: tiers in order, each filling what the ones before left open."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from ..core.snapshot import Snapshot
+from ..errors import ConfigError, UnsupportedError
+from .schema import leaf_fields, merge
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A complete config and where each part of it came from.
+
+    Args:
+        cfg: the config.
+        sources: `(dotted field, tier)` pairs.
+        notes: why a tier or back end was passed over.
+    """
+
+    cfg: Any
+    sources: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """The tiers that were used, first the one that decided most."""
+        tiers = [tier for _, tier in self.sources]
+        return "+".join(sorted(set(tiers), key=lambda t: (-tiers.count(t), tiers.index(t)))) or "heuristic"
+
+
+def choose(inv: Any, snapshot: Snapshot, generation: int) -> Choice:
+    """Chooses for one abstract call: a pure function of its arguments and of the caches at that generation.
+
+    Raises:
+        ConfigError: no tier gives a config, or an explicit one names a field that its back end lacks.
+        UnsupportedError: an explicit back end cannot do the call.
+    """
+    from .selection import ConfigSelectorChain, default_selector
+
+    selector = snapshot.selector if snapshot.selector is not None else default_selector()
+    if isinstance(selector, ConfigSelectorChain):
+        return selector.choose_for(inv, snapshot, generation)
+    return Choice(selector.choose(inv, inv.kernel), (("", "chooser"),))
+
+
+def combine(inv: Any, tiers: Iterable[tuple[str, Any]]) -> Choice:
+    """Merges tiers, the strongest first; a heuristic must be the last of them.
+
+    The first tier that names a back end fixes it; tiers for another back end are passed over.
+    """
+    kernel, cfg, sources, notes = inv.kernel, None, {}, []
+    for tier, given in tiers:
+        if callable(given):
+            given = given(getattr(cfg, "backend", None))
+        if given is None:
+            continue
+        backend, fixed = getattr(given, "backend", None), getattr(cfg, "backend", None)
+        if fixed is not None and backend not in (None, fixed):
+            notes.append(f"{tier} is for {backend}, {fixed} was asked for")
+            continue
+        if fixed is None and backend is not None and (reason := kernel.why_not(inv, backend)):
+            if tier == "call":
+                raise UnsupportedError(f"{kernel.op_id_v}: backend={backend!r} was asked for, but {reason}")
+            notes.append(f"{tier} passed over: {reason}")
+            continue
+        before = {name for name, value in leaf_fields(cfg) if value is not None} if cfg is not None else set()
+        cfg = merge(cfg, given)
+        for name, value in leaf_fields(cfg):
+            if value is not None and name not in before:
+                sources[name] = tier
+        if all(value is not None for name, value in leaf_fields(cfg) if _is_read(kernel, cfg, name)):
+            break
+    if cfg is None:
+        raise ConfigError(f"no config for {inv!r}: {'; '.join(notes) or 'no tier has one'}. Pass config=")
+    _refuse_unread(inv, cfg)
+    return Choice(cfg, tuple(sorted(sources.items())), tuple(notes))
+
+
+def _is_read(kernel: Any, cfg: Any, name: str) -> bool:
+    fields = kernel.fields
+    backend = getattr(cfg, "backend", None)
+    return name == "backend" or fields is None or backend is None or name in fields.get(backend, ())
+
+
+def _refuse_unread(inv: Any, cfg: Any) -> None:
+    kernel = inv.kernel
+    for name, value in leaf_fields(cfg):
+        if value is not None and not _is_read(kernel, cfg, name):
+            takes = ", ".join(kernel.fields.get(cfg.backend, ())) or "none"
+            raise ConfigError(
+                f"config of {kernel.op_id} sets {name}={value!r}, which the {cfg.backend} back end does not have; it takes {takes}"
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def describe(choice: Choice) -> str:
+    """A choice as one line: `field=value ... | source | notes`."""
+    fields = " ".join(f"{n}={v}" if n else str(v) for n, v in leaf_fields(choice.cfg) if v is not None)
+    sources = ",".join(f"{n}:{t}" if n else t for n, t in choice.sources)
+    return " | ".join([fields, sources, "; ".join(choice.notes)])

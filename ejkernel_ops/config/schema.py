@@ -1,0 +1,135 @@
+"""Configs as dotted fields and as JSON: merging partial ones, reading and writing typed ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..errors import CacheFormatError, ConfigError
+
+T = TypeVar("T")
+
+
+def leaf_fields(cfg: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a config by dotted name, nested dataclasses opened; one nameless field for other types."""
+    if not dataclasses.is_dataclass(cfg):
+        yield prefix.rstrip("."), cfg
+        return
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaf_fields(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def merge(high: Any, low: Any) -> Any:
+    """`high` with its `None` fields taken from `low`; a config that is no dataclass wins as a whole."""
+    if high is None:
+        return low
+    if low is None or type(high) is not type(low) or not dataclasses.is_dataclass(high):
+        return high
+    fields = {f.name: merge(getattr(high, f.name), getattr(low, f.name)) for f in dataclasses.fields(high)}
+    return dataclasses.replace(high, **fields)  # type: ignore[type-var]
+
+
+def to_json(config: Any) -> str:
+    """A config as JSON text; `from_json` with its type reads it back equal.
+
+    Args:
+        config: a dataclass (nested ones too), or plain numbers, strings, lists and dicts.
+
+    Returns:
+        Compact JSON with sorted keys; fields that are `None` are left out.
+
+    Raises:
+        ConfigError: a value has no JSON form.
+
+    Example:
+        >>> from ejkernel_ops import FwdParams
+        >>> to_json(FwdParams(num_warps=4))
+        '{"num_warps":4}'
+    """
+    try:
+        plain = _without_none(msgspec.to_builtins(config))
+        return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"config {config!r} has no JSON form: {error}") from None
+
+
+def from_json(text: str | bytes, config_type: type[T]) -> T:
+    """Reads a config of a given type, strictly.
+
+    Args:
+        text: JSON text.
+        config_type: the type to build, nested dataclasses included.
+
+    Returns:
+        A `config_type`.
+
+    Raises:
+        CacheFormatError: no JSON, an unknown field, a wrong type or a value out of range.
+
+    Example:
+        >>> from ejkernel_ops import FwdParams
+        >>> from_json('{"num_warps": 4}', FwdParams).num_warps
+        4
+    """
+    return from_plain(parse_json(text), config_type)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON data; refuses NaN, infinities, repeated names and deep nesting."""
+
+    def unique(pairs):
+        if len({k for k, _ in pairs}) != len(pairs):
+            raise ValueError("a name occurs twice in one object")
+        return dict(pairs)
+
+    def refuse(word):
+        raise ValueError(f"{word} is not allowed")
+
+    def finite(word):
+        value = float(word)
+        return value if abs(value) < float("inf") else refuse(word)
+
+    try:
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
+    except (ValueError, RecursionError) as error:
+        raise CacheFormatError(f"not valid JSON: {error}") from None
+
+
+def from_plain(data: Any, config_type: type[T]) -> T:
+    """Builds a typed config from JSON data, strictly."""
+    _refuse_unknown(data, config_type, "config")
+    try:
+        return msgspec.convert(data, config_type, strict=True)
+    except (msgspec.ValidationError, ConfigError, RecursionError, TypeError) as error:
+        raise CacheFormatError(f"not a {getattr(config_type, '__name__', config_type)}: {error}") from None
+
+
+def _refuse_unknown(data: Any, config_type: Any, where: str) -> None:
+    """msgspec passes over unknown names of a dataclass; a config may not."""
+    if not dataclasses.is_dataclass(config_type) or not isinstance(data, dict):
+        return
+    hints = msgspec.inspect.type_info(config_type).fields  # type: ignore[attr-defined]
+    known = {f.name: f.type for f in hints}
+    for name, value in data.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise CacheFormatError(f"{where} has an unknown field {name!r}; {hint}")
+        for option in getattr(known[name], "types", (known[name],)):
+            if (cls := getattr(option, "cls", None)) is not None:
+                _refuse_unknown(value, cls, f"{where}.{name}")
+
+
+def _without_none(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {k: _without_none(v) for k, v in data.items() if v is not None}
+    return [_without_none(x) for x in data] if isinstance(data, (list, tuple)) else data

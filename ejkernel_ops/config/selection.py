@@ -1,0 +1,216 @@
+"""`ConfigSelectorChain`: chooses a config for a call from explicit values, overlays, caches and heuristics."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+
+from ..core.snapshot import Snapshot, current, next_uid
+from ..errors import ConfigError
+from .cache import ConfigCache, Key, count_write, generation
+from .choice import Choice, combine
+from .persistent import PersistentCache
+from .policy import AutotunePolicy, effective, policy_override
+
+__all__ = [
+    "AutotunePolicy", "ConfigChooser", "ConfigSelectorChain", "default_selector", "policy_override",
+    "set_default_selector",
+]  # fmt: skip
+
+_REMEMBERED = 8192
+
+
+class ConfigChooser(Protocol):
+    """Anything that chooses configs: an `Executor` takes one."""
+
+    def choose(self, inv: Any, kernel: Any) -> Any:
+        """The config for an invocation."""
+        ...
+
+
+class ConfigSelectorChain:
+    """Chooses a config by tiers: explicit, overlays, memory, disk, packaged table, tuning, heuristic.
+
+    An explicit config is never stored, and a heuristic never counts as tuned.
+
+    Args:
+        cache: configs of this process; default a new `ConfigCache`.
+        persistent: configs on disk; default none.
+        tuner: what tunes; default an `Autotuner` made when first needed.
+        policy: which tiers may be used.
+        persist_autotune: whether tuned configs are written to `persistent`.
+        on_event: called as `on_event(name, **data)` at each step of a tuning run and each choice.
+        autotune: another spelling of the policy's `tune_on_call`.
+
+    Raises:
+        ConfigError: bad policy values.
+
+    Example:
+        >>> selector = ConfigSelectorChain(cache=ConfigCache())
+        >>> selector.policy.mode
+        'auto'
+    """
+
+    def __init__(
+        self,
+        cache: ConfigCache | None = None,
+        persistent: PersistentCache | None = None,
+        tuner: Any = None,
+        policy: AutotunePolicy | None = None,
+        persist_autotune: bool = True,
+        on_event: Callable[..., None] | None = None,
+        *,
+        autotune: bool | None = None,
+    ):
+        self.cache = ConfigCache() if cache is None else cache
+        self.persistent, self._tuner, self.persist_autotune = persistent, tuner, persist_autotune
+        self.policy = policy or AutotunePolicy()
+        if autotune is not None:
+            self.policy = AutotunePolicy(mode=self.policy.mode, tune_on_call=autotune)
+        self.on_event = on_event
+        self.uid = next_uid()
+        self.stats: Counter[str] = Counter()
+        self._answers: OrderedDict[tuple, Choice] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def tuner(self) -> Any:
+        """What tunes."""
+        if self._tuner is None:
+            from ..execution.tuning import Autotuner
+
+            self._tuner = Autotuner()
+        return self._tuner
+
+    def choose(self, inv: Any, kernel: Any = None) -> Any:
+        """The config for a call, under the policy and the overlays of this moment.
+
+        Args:
+            inv: the abstract call; its `override_cfg` counts as explicit.
+            kernel: not needed: the invocation knows its kernel.
+
+        Returns:
+            A complete config.
+
+        Raises:
+            ConfigError: no tier that the policy allows gives one.
+        """
+        return self.choose_for(inv, current(), generation()).cfg
+
+    def choose_for(self, inv: Any, snapshot: Snapshot, at: int) -> Choice:
+        """As `choose`, under a given snapshot; the first answer for the same arguments sticks."""
+        question = (inv.kernel, inv.call_key, inv.platform, inv.override_cfg, snapshot, at, self.policy)
+        with self._lock:
+            if question in self._answers:
+                self._answers.move_to_end(question)
+                return self._answers[question]
+        answer = combine(inv, self._tiers(inv, snapshot))
+        with self._lock:
+            self._answers[question] = answer
+            if len(self._answers) > _REMEMBERED:
+                self._answers.popitem(last=False)
+        self.stats[answer.source] += 1
+        self.emit("choice", op_id_v=inv.op_id_v, call_key=inv.call_key, cfg=answer.cfg, source=answer.source)
+        return answer
+
+    def _tiers(self, inv: Any, snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
+        policy = effective(self.policy, self.uid, snapshot)
+        key = Key(inv.device_fingerprint, inv.op_id_v, inv.call_key)
+        yield "call", inv.override_cfg
+        if policy.mode != "off":
+            yield "overlay", snapshot.overlay.get(key)
+        if policy.mode in ("auto", "cached"):
+            yield "memory", self.cache.get(key)
+            yield "disk", self._from_disk(inv, key)
+            if policy.mode == "auto" and policy.tune_on_call:
+                yield "tuned", self._tune_now(inv, key)
+        if policy.mode == "pinned":
+            raise ConfigError(
+                f"policy is pinned, and {inv!r} has no config (key {key.call_key}): enter a result that has it, or pass config="
+            )
+        yield "heuristic", lambda backend: heuristic(inv, backend)
+
+    def _from_disk(self, inv: Any, key: Key) -> Any:
+        if self.persistent is None or jax.process_count() > 1:  # disks of several hosts differ
+            return None
+        cfg = self.persistent.get(key)
+        return cfg if cfg is not None and is_legal(inv, cfg) else None
+
+    def _tune_now(self, inv: Any, key: Key) -> Any:
+        if not jax.core.trace_state_clean() or jax.process_count() > 1:
+            self.emit("untuned", op_id_v=inv.op_id_v, call_key=inv.call_key, reason="inside a trace or several processes")
+            return None
+        cfg = self.tuner.tune(inv, on_event=self.emit).cfg
+        self.store(key, cfg)
+        return cfg
+
+    def store(self, key: Key, cfg: Any) -> None:
+        """Keeps a measured winner, in memory and on disk."""
+        self.cache.put(*key, cfg)
+        if self.persistent is not None and self.persist_autotune:
+            self.persistent.put(*key, cfg)
+
+    def emit(self, event: str, **data: Any) -> None:
+        """Calls `on_event`, if there is one."""
+        if self.on_event is not None:
+            self.on_event(event, **data)
+
+
+def heuristic(inv: Any, backend: str | None = None) -> Any:
+    """The heuristic config of a call, for a back end if one is fixed."""
+    return inv.kernel.variant("heuristic_cfg", backend, inv.platform)(inv)
+
+
+def is_legal(inv: Any, cfg: Any) -> bool:
+    """Whether a stored config may still be used for a call."""
+    kernel = inv.kernel
+    if kernel.config_cls is not None and not isinstance(cfg, kernel.config_cls):
+        return False
+    backend = getattr(cfg, "backend", None)
+    return backend is None or kernel.why_not(inv, backend) is None
+
+
+_default: list[ConfigSelectorChain] = []
+
+
+def default_selector() -> ConfigSelectorChain:
+    """The selector of calls that name no executor: memory, then the user's cache folder, then heuristics.
+
+    Returns:
+        The same object in each call, until `set_default_selector`.
+
+    Example:
+        >>> default_selector() is default_selector()
+        True
+    """
+    if not _default:
+        _default.append(ConfigSelectorChain(persistent=PersistentCache()))
+    return _default[0]
+
+
+def set_default_selector(selector: ConfigSelectorChain) -> ConfigSelectorChain:
+    """Makes a selector the default of calls that are traced from now on.
+
+    Args:
+        selector: the new default.
+
+    Returns:
+        The one before, so that it can be put back.
+
+    Raises:
+        ConfigError: not a selector.
+
+    Example:
+        >>> before = set_default_selector(ConfigSelectorChain())
+        >>> _ = set_default_selector(before)
+    """
+    if not hasattr(selector, "choose"):
+        raise ConfigError(f"selector is {selector!r}; expected something with a method choose(inv, kernel)")
+    before = default_selector()
+    _default[0] = selector
+    count_write()
+    return before

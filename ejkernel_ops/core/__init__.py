@@ -1,0 +1,6 @@
+"""Kernels and their calls."""
+
+from .invocation import Invocation as Invocation
+from .kernel import Kernel as Kernel
+from .types import Cfg as Cfg
+from .types import Out as Out

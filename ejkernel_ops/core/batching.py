@@ -1,0 +1,82 @@
+"""How a vmapped axis enters a call: as more rows of one call where it can, else as a loop of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def fold_or_loop(
+    bind: Callable,
+    args: Sequence[Any],
+    dims: Sequence[int | None],
+    kinds: Sequence[bool | str | None],
+    out_kinds: Sequence[bool | str | None],
+    out_types: Sequence[Any],
+    groups: Sequence[int] | None = None,
+) -> tuple[list[Any], list[int]]:
+    """Batches one bind over a new axis.
+
+    Args:
+        bind: runs the call on unbatched arguments.
+        args: arguments, batched along `dims` where that is no `None`.
+        dims: the batched axis of each.
+        kinds: row kind of each argument (see `Kernel.rows`).
+        out_kinds: row kind of each output.
+        out_types: types of the unbatched outputs.
+        groups: for each argument, one that must be treated alike (an operand and its tangent).
+
+    Returns:
+        Outputs with the new axis first, and their batch axes (all 0).
+    """
+    size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
+    lead = [_lead(x, d) for x, d in zip(args, dims)]
+    rows = max([n for n, kind in zip(lead, kinds) if kind and n is not None], default=1)
+    batched = [d is not None for d in dims]
+    if groups is not None:
+        batched = [b or batched[g] for b, g in zip(batched, groups)]
+    own_gradient = any(kind == "broadcast" for kind in out_kinds)  # one for each example: no sharing across them
+
+    def joins(kind, n, moved):
+        """Whether more rows may join the leading axis of this array; `None` if only a loop is right."""
+        if kind != "broadcast":
+            return kind if n is not None else None
+        if rows == 1:
+            return moved or own_gradient
+        return n == rows
+
+    join = [joins(kind, n, b) for kind, n, b in zip(kinds, lead, batched)]
+    join_out = [joins(kind, t.shape[0] if t.shape else None, True) for kind, t in zip(out_kinds, out_types)]
+    args = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)]
+    foldable = all(j or (j is False and d is None) for j, d in zip(join, dims))
+    if not foldable or not all(join_out):
+        return _loop(bind, args, dims)
+
+    def fold(x, j, d):
+        if not j:
+            return x
+        x = jnp.broadcast_to(x, (size, *x.shape)) if d is None else x
+        return x.reshape(size * x.shape[1], *x.shape[2:])
+
+    outs = bind(*[fold(x, j, d) for x, j, d in zip(args, join, dims)])
+    return [out.reshape(size, out.shape[0] // size, *out.shape[1:]) for out in outs], [0] * len(outs)
+
+
+def _lead(x: Any, dim: int | None) -> int | None:
+    """Length of the leading axis of one example; `None` for a scalar."""
+    shape = [n for axis, n in enumerate(x.shape) if axis != dim]
+    return shape[0] if shape else None
+
+
+def _loop(bind: Callable, args: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], list[int]]:
+    moved = [x for x, d in zip(args, dims) if d is not None]
+
+    def one(xs):
+        given = iter(xs)
+        return bind(*[x if d is None else next(given) for x, d in zip(args, dims)])
+
+    outs = jax.lax.map(one, moved)
+    return outs, [0] * len(outs)

@@ -1,0 +1,237 @@
+"""`Call`: all that is static about one call, as the parameter that both primitives carry."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ..errors import ConfigError
+from ..utils.fingerprint import is_array, stable_json
+from .invocation import Invocation, bind_arguments, static_text
+from .kernel import Kernel, row_kinds
+from .snapshot import Snapshot
+
+
+class _Array:
+    """Stands for an array among the static leaves of a call."""
+
+    def __repr__(self):
+        return "array"
+
+
+ARRAY = _Array()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A call without its arrays: compared by value, so that equal calls share traces and programs.
+
+    Args:
+        kernel: what runs.
+        names: the parameters that have a value, in signature order.
+        treedef: structure of their values.
+        leaves: static leaves, `ARRAY` where an array goes.
+        kinds: row kind of each array (see `Kernel.rows`).
+        explicit: explicit configs as `(op_id, config)` pairs, of either direction.
+        snapshot: what the choice depends on besides.
+        generation: count of cache writes when the call was made.
+        forward: for a backward call, the call that it differentiates.
+        needs: for a backward call, which of the forward's arrays want a gradient.
+    """
+
+    kernel: Kernel
+    names: tuple[str, ...]
+    treedef: Any
+    leaves: tuple
+    kinds: tuple
+    explicit: tuple
+    snapshot: Snapshot
+    generation: int
+    text: str
+    forward: Call | None = None
+    needs: tuple[bool, ...] | None = None
+
+    @functools.cached_property
+    def _identity(self) -> tuple:
+        return (
+            self.kernel.op_id_v, self.kernel.state(), self.text, self.treedef, self.kinds, self.explicit,
+            self.snapshot, self.generation, self.needs, self.forward,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.kernel, self.text, self.explicit, self.snapshot, self.generation, self.needs))
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        if self is other:
+            return True
+        return isinstance(other, Call) and self._hash == other._hash and self._identity == other._identity
+
+    def __repr__(self):
+        return self.kernel.op_id_v
+
+    def arguments(self, operands: Sequence[Any]) -> inspect.BoundArguments:
+        """The arguments of the call with these arrays in their places."""
+        arrays = iter(operands)
+        leaves = [next(arrays) if leaf is ARRAY else leaf for leaf in self.leaves]
+        values = jax.tree.unflatten(self.treedef, leaves)
+        return inspect.BoundArguments(self.kernel.signature, dict(zip(self.names, values)))  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def needs_tree(self) -> Any:
+        """`needs` in the structure of the forward's positional arguments, `False` for what is no array."""
+        if self.forward is None or self.needs is None:
+            return None
+        wanted = iter(self.needs)
+        leaves = [next(wanted) if leaf is ARRAY else False for leaf in self.forward.leaves]
+        values = dict(zip(self.forward.names, jax.tree.unflatten(self.forward.treedef, leaves)))
+        bound = inspect.BoundArguments(self.forward.kernel.signature, values)  # type: ignore[arg-type]
+        return tuple(False if x is None else x for x in bound.args)
+
+    def invocation(self, operands: Sequence[Any], platform: str | None = None) -> Invocation:
+        """The abstract call, local shapes in place of arrays."""
+        bound = self.arguments([_local(x) for x in operands])
+        inv = Invocation(self.kernel, bound.args, bound.kwargs, needs=self.needs_tree, platform=platform)
+        inv.override_cfg = dict(self.explicit).get(self.kernel.op_id)
+        return inv
+
+
+def _local(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape of the part of an operand that one device holds, as far as its type tells (Explicit axes)."""
+    aval = jax.typeof(x)
+    sharding = getattr(aval, "sharding", None)
+    shape = aval.shape
+    if sharding is not None and not sharding.mesh.empty and any(s is not None for s in sharding.spec):
+        shape = sharding.shard_shape(shape)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def explicit_pairs(kernel: Kernel, cfg: Any) -> tuple:
+    """A caller's config as `(op_id, config)` pairs for a kernel and its backward."""
+    if cfg is None:
+        return ()
+    kernels = [kernel, *([kernel.backward] if kernel.backward is not None else [])]
+    if isinstance(cfg, dict):
+        unknown = set(cfg) - {k.op_id for k in kernels}
+        if unknown:
+            raise ConfigError(f"cfg names {sorted(unknown)}; expected some of {[k.op_id for k in kernels]}")
+        pairs = tuple((k.op_id, cfg[k.op_id]) for k in kernels if k.op_id in cfg)
+    else:
+        fits = [k for k in kernels if k is kernel or k.config_cls is None or isinstance(cfg, k.config_cls)]
+        pairs = tuple((k.op_id, k.narrow(cfg)) for k in fits)
+    if kernel.config_cls is not None and not isinstance(cfg, (kernel.config_cls, dict)):
+        expected = kernel.config_cls.__name__
+        raise ConfigError(f"config of {kernel.op_id} is {cfg!r}; expected a {expected} or a dict by op name")
+    try:
+        hash(pairs)
+    except TypeError:
+        raise ConfigError(
+            f"config of {kernel.op_id} is {cfg!r}, which cannot be hashed; make it a frozen dataclass"
+        ) from None
+    return pairs
+
+
+def make_call(
+    kernel: Kernel, args: tuple, kwargs: dict, explicit: tuple, snapshot: Snapshot, generation: int, **backward: Any
+) -> tuple[Call, list[Any]]:
+    """Splits a call into its static part and its arrays.
+
+    Raises:
+        ConfigError: a static argument has no value-based form.
+        TypeError: the arguments do not fit the kernel's signature.
+    """
+    bound = bind_arguments(kernel, args, kwargs)
+    names, values = tuple(bound.arguments), tuple(bound.arguments.values())
+    leaves, treedef = jax.tree.flatten(values)
+    operands = [x for x in leaves if is_array(x)]
+    text = stable_json([[n, static_text(kernel, n, _without_arrays(v))] for n, v in zip(names, values)])
+    call = Call(
+        kernel, names, treedef, tuple(ARRAY if is_array(x) else x for x in leaves),
+        backward.pop("kinds", None) or _kinds(kernel, bound), explicit, snapshot, generation, text, **backward,
+    )  # fmt: skip
+    return call, operands
+
+
+def _without_arrays(value: Any) -> Any:
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    return jax.tree.map(lambda x: "array" if is_array(x) else x, value)
+
+
+def _kinds(kernel: Kernel, bound: inspect.BoundArguments) -> tuple:
+    """The row kind of each array: that of its positional parameter; keyword arrays are shared."""
+    kinds = row_kinds(kernel, len(bound.args))
+    per_array = [k for k, value in zip(kinds, bound.args) for x in jax.tree.leaves(value) if is_array(x)]
+    rest = [x for x in jax.tree.leaves(bound.kwargs) if is_array(x)]
+    return (*per_array, *[None if kernel.rows is None else False for _ in rest])
+
+
+def flatten_gradients(call: Call, gradients: Any) -> list[Any]:
+    """The gradients that were asked for, in the order of the forward's arrays; zeros where `None` came.
+
+    Args:
+        call: a backward call.
+        gradients: one entry for each positional argument of the forward, `None` allowed, and where the
+            forward has keyword arrays a dict of theirs at the end.
+
+    Raises:
+        ConfigError: the count or a shape is wrong; the text names the argument.
+    """
+    forward = call.forward
+    assert forward is not None and call.needs is not None
+    arrays = iter(range(len(call.needs)))
+    places = jax.tree.unflatten(forward.treedef, [next(arrays) if x is ARRAY else None for x in forward.leaves])
+    signature = forward.kernel.signature
+    bound = inspect.BoundArguments(signature, dict(zip(forward.names, places)))  # type: ignore[arg-type]
+    gradients = gradients if isinstance(gradients, (tuple, list)) else (gradients,)
+    given = list(gradients)
+    by_name = given.pop() if len(given) == len(bound.args) + 1 and isinstance(given[-1], dict) else {}
+    if len(given) != len(bound.args):
+        raise ConfigError(
+            f"{call.kernel.op_id_v} returned {len(given)} gradients; expected one for each of the "
+            f"{len(bound.args)} positional arguments of {forward.kernel.op_id} (None where there is none)"
+        )
+    found: dict[int, Any] = {}
+    pairs = [*zip(bound.args, given), *((bound.kwargs[n], g) for n, g in by_name.items())]
+    for place, gradient in pairs:
+        if gradient is None:
+            continue
+        for index, leaf in zip(jax.tree.leaves(place), jax.tree.leaves(gradient, is_leaf=lambda x: x is None)):
+            found[index] = leaf
+    return [found.get(i) for i, needed in enumerate(call.needs) if needed]
+
+
+def backward_call(
+    call: Call, operands: Sequence[Any], outputs: Any, cotangents: Any, live: tuple[bool, ...], out_kinds: tuple
+) -> tuple[Call, list[Any]]:
+    """The call of the backward kernel: operands, outputs, cotangents; keyword arguments as the forward's."""
+    kernel, bound = call.kernel.backward, call.arguments(operands)
+    assert kernel is not None
+    outs = outputs if isinstance(outputs, tuple) else (outputs,)
+    cts = cotangents if isinstance(cotangents, tuple) else (cotangents,)
+    given = [kind for kind, ct in zip(out_kinds, jax.tree.leaves(cts, is_leaf=lambda x: x is None)) if ct is not None]
+    split = sum(is_array(x) for x in jax.tree.leaves(bound.args))  # keyword arrays come last
+    kinds = (*call.kinds[:split], *out_kinds, *given, *call.kinds[split:])
+    return make_call(
+        kernel, (*bound.args, *outs, *cts), bound.kwargs, call.explicit, call.snapshot, call.generation,
+        forward=call, needs=live, kinds=kinds,
+    )  # fmt: skip
+
+
+def gradient_types(call: Call, operands: Sequence[Any]) -> list[Any]:
+    """The forward's arrays that want a gradient, taken out of a backward call's operands."""
+    forward = call.forward
+    assert forward is not None and call.needs is not None
+    bound = call.arguments(operands)
+    plain = forward.arguments([None] * sum(x is ARRAY for x in forward.leaves))
+    head = bound.args[: len(plain.args)]
+    arrays = [x for x in jax.tree.leaves((head, bound.kwargs)) if is_array(x)]
+    return [x for x, needed in zip(arrays, call.needs) if needed]

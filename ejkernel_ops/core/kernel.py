@@ -1,0 +1,236 @@
+"""`Kernel`: one direction of one operation, with its back ends, configs and backward kernel."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import ConfigError, UnsupportedError
+from ..utils.fingerprint import get_device_platform, platform_kind, stable_json
+from .types import Cfg, Out
+
+if TYPE_CHECKING:
+    from .invocation import Invocation
+
+BACKENDS = ("triton", "pallas", "cudnn", "xla")
+_PLATFORMS = ("gpu", "tpu", "cpu")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_VERSION = re.compile(r"[A-Za-z0-9_.-]{1,32}")
+_WHERE = {"triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu",), "xla": _PLATFORMS}
+
+KERNELS: dict[str, Kernel] = {}  # op_id_v -> kernel: what results and cache entries may name
+
+
+class Kernel(Generic[Cfg, Out]):
+    """One direction of one operation: what it computes, on which back ends, with which configs.
+
+    A subclass defines `run` or variants of it (`run_triton, run_pallas, run_cudnn, run_xla`, or by
+    platform `run_gpu, run_tpu, run_cpu`), and `heuristic_cfg`. The same suffixes work for
+    `heuristic_cfg` and `candidate_cfgs`. Where the config has a field `backend`, that field picks the
+    variant; otherwise the device does.
+
+    Args:
+        name: the op's name, `[A-Za-z0-9_.-]`, at most 64 characters; default the class attribute
+            `name`, else the class name.
+        version: raised when the meaning of the kernel or of its config changes.
+        op_id: another spelling of `name`.
+
+    Attributes:
+        config_cls: the type of its configs.
+        backward: the kernel that computes gradients. Its `run` gets the operands, all outputs, the
+            cotangents of all outputs, the keyword arguments, and `needs`, which has the structure of
+            the operands with a bool in place of each array. It returns one gradient (or `None`) for
+            each operand.
+        rows: for each positional parameter, whether its leading axis holds rows that more rows may
+            join (`True`), it is shared by all rows (`False`), or it is shared where that axis has
+            length 1 (`"broadcast"`). `None`: unknown, so `jax.vmap` loops.
+        out_rows: the same for each output.
+        fields: for each back end, the dotted names of the config fields that it reads; `None`: any.
+
+    Raises:
+        ConfigError: a malformed name, or another class that has the same name and version.
+
+    Example:
+        >>> class Double(Kernel):
+        ...     def run(self, x, *, cfg):
+        ...         return x * cfg
+        ...     def heuristic_cfg(self, inv):
+        ...         return 2
+        >>> Double(name="double").op_id_v
+        'double@v1'
+        >>> float(Double(name="double")(3.0 * jnp.ones(())))
+        6.0
+    """
+
+    name: ClassVar[str] = ""
+    version: str = "1"
+    config_cls: ClassVar[type | None] = None
+    backward: ClassVar[Kernel | None] = None
+    tune_with_backward: ClassVar[bool] = False
+    rows: ClassVar[tuple[bool | str, ...] | None] = None
+    out_rows: ClassVar[tuple[bool | str, ...] | None] = None
+    fields: ClassVar[dict[str, tuple[str, ...]] | None] = None
+
+    def __init__(self, name: str | None = None, version: str | None = None, *, op_id: str | None = None):
+        if name is not None and op_id is not None and name != op_id:
+            raise ConfigError(f"name is {name!r} and op_id is {op_id!r}: two spellings of one thing; give one")
+        self.op_id = name or op_id or type(self).name or type(self).__name__
+        if version is not None:
+            self.version = str(version)
+        if not _NAME.fullmatch(self.op_id) or self.op_id.strip(".") == "":
+            raise ConfigError(f"name is {self.op_id!r}; expected 1 to 64 of the characters A-Z a-z 0-9 _ . -")
+        if not _VERSION.fullmatch(self.version):
+            raise ConfigError(f"version is {self.version!r}; expected 1 to 32 of A-Z a-z 0-9 _ . -")
+        self.op_id_v = f"{self.op_id}@v{self.version}"
+        _register(self)
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "config_space" in vars(cls) and "candidate_cfgs" not in vars(cls):
+            cls.candidate_cfgs = cls.config_space  # the other documented spelling
+
+    # What subclasses define
+
+    def prepare(self, *args, **kwargs) -> tuple[tuple, dict]:
+        """Canonical arguments of a call; called once, before the call is keyed."""
+        return args, kwargs
+
+    def run(self, *args, cfg: Any, **kwargs) -> Any:
+        """Computes the output, where no variant of it fits the config or the device better."""
+        raise UnsupportedError(f"{self.op_id_v} has no run method for this device; it has {self.backends or 'none'}")
+
+    def heuristic_cfg(self, inv: Invocation) -> Any:
+        """A config that is legal for every call, chosen from its shapes without measuring."""
+        raise ConfigError(f"{self.op_id_v} defines no heuristic_cfg; pass cfg=")
+
+    def candidate_cfgs(self, inv: Invocation) -> Iterable[Any]:
+        """The configs that tuning tries."""
+        return (self.heuristic_cfg(inv),)
+
+    def out_like(self, *args, **kwargs) -> Any:
+        """Cheap JAX code whose results have the shapes, dtypes and shardings of `run`'s; `None`: ask `run`."""
+        return None
+
+    def unsupported(self, inv: Invocation, backend: str) -> str | None:
+        """Why a back end cannot do this call; `None` where it can."""
+        return None
+
+    def narrow(self, cfg: Any) -> Any:
+        """The part of a caller's config that belongs to this kernel."""
+        return cfg
+
+    def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
+        """Operands to tune with, one for each array: random normal floats, zeros for the rest."""
+        return [random_array(rng, leaf) for leaf in inv.operands]
+
+    # What the framework asks
+
+    @functools.cached_property
+    def backends(self) -> tuple[str, ...]:
+        """The back ends that have a `run_<backend>`."""
+        return tuple(b for b in BACKENDS if hasattr(self, f"run_{b}"))
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """The parameters of a call, `cfg` (and a backward's `needs`) left out."""
+        names = [f"run_{s}" for s in (*BACKENDS, *_PLATFORMS) if hasattr(self, f"run_{s}")]
+        method = self.run if type(self).run is not Kernel.run or not names else getattr(self, names[0])
+        found = inspect.signature(method)
+        return found.replace(parameters=[p for p in found.parameters.values() if p.name not in ("cfg", "needs")])
+
+    def variant(self, name: str, backend: str | None, platform: str | None) -> Any:
+        """The method `name_<suffix>` for a back end, or for a platform, else `name` itself."""
+        kind = platform_kind(platform)
+        suffixes = [backend] if backend else [get_device_platform(platform), kind]
+        for suffix in suffixes:
+            if (method := getattr(self, f"{name}_{suffix}", None)) is not None:
+                return method
+        if name == "run" and type(self).run is Kernel.run and backend is None and hasattr(self, "run_xla"):
+            return self.run_xla  # every platform compiles XLA
+        return getattr(self, name)
+
+    def why_not(self, inv: Invocation, backend: str) -> str | None:
+        """Why a back end is not eligible for a call; `None` where it is."""
+        if backend not in BACKENDS:
+            return f"unknown back end {backend!r}; known: {', '.join(BACKENDS)}"
+        if backend not in self.backends:
+            return f"{self.op_id} has no {backend} version; it has {', '.join(self.backends) or 'only run'}"
+        if platform_kind(inv.platform) not in _WHERE[backend]:
+            return f"{backend} needs a {' or '.join(_WHERE[backend])}, this is a {platform_kind(inv.platform)}"
+        return self.unsupported(inv, backend)
+
+    def state(self) -> str:
+        """Instance attributes that a subclass added, as text: they are part of what the kernel is."""
+        own = {k: v for k, v in vars(self).items() if k not in _OWN and not isinstance(v, Kernel)}
+        return stable_json(own, where=f"attributes of {self.op_id_v}") if own else ""
+
+    def __call__(self, *args, cfg: Any = None, **kwargs) -> Any:
+        """Runs the kernel through the default executor."""
+        from ..execution.executor import default_executor
+
+        return default_executor()(self, *args, cfg=cfg, **kwargs)
+
+    def __eq__(self, other):
+        return type(self) is type(other) and self.op_id_v == other.op_id_v and self.state() == other.state()
+
+    def __hash__(self):
+        return hash((type(self), self.op_id_v))
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.op_id_v})"
+
+
+_OWN = {"op_id", "op_id_v", "version", "backends", "signature"}
+
+
+def _register(kernel: Kernel) -> None:
+    cls, known = type(kernel), KERNELS.get(kernel.op_id_v)
+    if known is not None and type(known) is not cls:
+        where = [f"{c.__module__}.{c.__qualname__}" for c in (type(known), cls)]
+        if where[0] != where[1]:
+            raise ConfigError(
+                f"{kernel.op_id_v} is the name of both {where[0]} and {where[1]}; give one another name or version"
+            )
+        warnings.warn(f"{where[1]} was defined again: it replaces {kernel.op_id_v}", stacklevel=4)
+    KERNELS[kernel.op_id_v] = kernel
+
+
+def find_kernel(op_id_v: str) -> Kernel:
+    """The kernel of a name; raises `ConfigError` where no such kernel was made in this process."""
+    if op_id_v not in KERNELS:
+        raise ConfigError(
+            f"unknown op {op_id_v!r}; known: {', '.join(sorted(KERNELS)) or 'none'}. Import the module that defines it"
+        )
+    return KERNELS[op_id_v]
+
+
+def random_array(rng: np.random.Generator, like: Any) -> Any:
+    """A standard normal array of a float type, zeros of any other."""
+    if jnp.issubdtype(like.dtype, jnp.floating):
+        return jnp.asarray(rng.standard_normal(like.shape, dtype=np.float32)).astype(like.dtype)
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        pair = rng.standard_normal((2, *like.shape), dtype=np.float32)
+        return jnp.asarray(pair[0] + 1j * pair[1]).astype(like.dtype)
+    return jnp.zeros(like.shape, like.dtype)
+
+
+def row_kinds(kernel: Kernel, count: int) -> Sequence[bool | str | None]:
+    """The row kind of each of `count` positional parameters."""
+    if kernel.rows is None:
+        return [None] * count
+    if len(kernel.rows) != count:
+        raise ConfigError(f"{kernel.op_id_v}.rows has {len(kernel.rows)} entries for {count} positional arguments")
+    return kernel.rows
+
+
+def is_float(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether an operand can have a gradient."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,0 +1,283 @@
+"""The two primitives behind every call: `kernel_p` runs a kernel, `tangent_p` is its derivative.
+
+Config and label come from a call's own operands where it is lowered, so shapes are final: vmapped axes
+are folded in, shapes inside `shard_map` are local, and nothing is recorded that does not run.
+`tangent_p` is linear in the tangents and transposes into a `kernel_p` of the backward kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ..config.choice import choose, describe
+from ..errors import ConfigError, UnsupportedError
+from ..registry import record
+from ..utils.meta import label
+from ..utils.varying import equally_varying
+from .batching import fold_or_loop
+from .call import Call, backward_call, flatten_gradients, gradient_types, make_call
+from .kernel import is_float
+
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+_OPAQUE = ("triton", "pallas", "cudnn")  # back ends that JAX cannot differentiate
+
+
+def call_kernel(kernel, args: tuple, kwargs: dict, explicit: tuple, snapshot, generation: int) -> Any:
+    """Binds one call; returns the kernel's output."""
+    args, kwargs = kernel.prepare(*args, **kwargs)
+    call, operands = make_call(kernel, args, kwargs, explicit, snapshot, generation)
+    operands = equally_varying(operands)  # so that a weight's gradient inside shard_map gets its psum
+    outs = kernel_p.bind(*operands, call=call)
+    return jax.tree.unflatten(_out_tree(call, operands), outs)
+
+
+# What a call computes
+
+
+def execute(call: Call, cfg: Any, operands: Sequence[Any], platform: str | None = None) -> list[Any]:
+    """Runs the kernel of a call with a given config; returns flat outputs."""
+    kernel, bound = call.kernel, call.arguments(operands)
+    method = kernel.variant("run", getattr(cfg, "backend", None), platform)
+    extra = {} if call.forward is None else {"needs": call.needs_tree}
+    out = method(*bound.args, **bound.kwargs, cfg=cfg, **extra)
+    if call.forward is None:
+        return jax.tree.leaves(out)
+    wanted = gradient_types(call, operands)
+    return [_gradient(call, g, like) for g, like in zip(flatten_gradients(call, out), wanted)]
+
+
+def _gradient(call: Call, gradient: Any, like: Any) -> Any:
+    if gradient is None:
+        return jnp.zeros_like(like)
+    if gradient.shape != like.shape:
+        raise ConfigError(f"{call.kernel.op_id_v} returned a gradient {gradient.shape} for an operand {like.shape}")
+    return gradient.astype(like.dtype)
+
+
+def _run(*operands: Any, call: Call, platform: str | None = None) -> list[Any]:
+    """The call as plain JAX code, config chosen."""
+    inv = call.invocation(operands, platform)
+    return execute(call, choose(inv, call.snapshot, call.generation).cfg, operands, platform)
+
+
+def _types(*operands: Any, call: Call) -> list[Any]:
+    """Cheap code with the output types of the call."""
+    if call.forward is not None:
+        return [x + jnp.zeros_like(x) for x in gradient_types(call, operands)]
+    bound = call.arguments(operands)
+    out = call.kernel.out_like(*bound.args, **bound.kwargs)
+    return jax.tree.leaves(out) if out is not None else _run(*operands, call=call)
+
+
+def _out_tree(call: Call, operands: Sequence[Any]) -> Any:
+    return _output(call, tuple(map(jax.typeof, operands)), jax.sharding.get_abstract_mesh())[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _output(call: Call, avals: tuple, mesh: Any) -> tuple[Any, list[Any]]:
+    """Structure and types of the output."""
+    structure = []
+
+    def traced(*operands):
+        if call.forward is not None:
+            return _types(*operands, call=call)
+        bound = call.arguments(operands)
+        out = call.kernel.out_like(*bound.args, **bound.kwargs)
+        if out is None:
+            inv = call.invocation(operands)
+            cfg = choose(inv, call.snapshot, call.generation).cfg
+            out = call.kernel.variant("run", getattr(cfg, "backend", None), None)(*bound.args, **bound.kwargs, cfg=cfg)
+        structure.append(jax.tree.structure(out))
+        return jax.tree.leaves(out)
+
+    types = jax.make_jaxpr(traced)(*avals).out_avals
+    return structure[0] if structure else None, types
+
+
+def _out_kinds(call: Call, count: int) -> tuple:
+    """The row kind of each output."""
+    if call.forward is not None:
+        return tuple(k for k, needed in zip(call.forward.kinds, call.needs or ()) if needed)
+    kinds = call.kernel.out_rows
+    if kinds is None:
+        return (None,) * count
+    return kinds if len(kinds) == count else (kinds[0],) * count
+
+
+# Lowering
+
+
+def _lowered(*operands: Any, call: Call, platform: str) -> list[Any]:
+    """A call in the program: chosen, run, recorded, labelled."""
+    inv = call.invocation(operands, platform)
+    choice = choose(inv, call.snapshot, call.generation)
+    run = functools.partial(execute, call, choice.cfg, platform=platform)
+    with jax.named_scope(f"{call.kernel.op_id}.v{call.kernel.version}"):
+        outs = _on_auto_axes(lambda *operands: run(operands), operands, call)
+    record(inv)
+    text = label(inv.op_id_v, inv.call_key)
+    # On values: a context would mark every op inside. The call itself on one op only, so that calls can be counted.
+    outs = [set_xla_metadata(out, ejkernel_ops=text) for out in outs]
+    if outs:
+        marks = {"ejkernel_call": text, "ejkernel_cfg": describe(choice)}
+        marks |= {"ejkernel_path": call.snapshot.path} if call.snapshot.path is not None else {}
+        outs[0] = set_xla_metadata(outs[0], **marks)
+    return outs
+
+
+def _on_auto_axes(run: Callable, operands: Sequence[Any], call: Call) -> list[Any]:
+    """Runs with Explicit mesh axes turned to Auto ones: inside a kernel XLA, not the types, follows the shards."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = [] if mesh.empty else mesh.axis_types
+    explicit = tuple(a for a, t in zip(mesh.axis_names, kinds) if t == jax.sharding.AxisType.Explicit)
+    if not explicit:
+        return list(run(*operands))
+    types = _output(call, tuple(map(jax.typeof, operands)), mesh)[1]
+    specs = tuple(t.sharding.spec for t in types)
+    return list(jax.sharding.auto_axes(lambda *x: tuple(run(*x)), axes=explicit, out_sharding=specs)(*operands))
+
+
+# Differentiation
+
+
+def _plain(call: Call, operands: Sequence[Any], mode: str) -> None:
+    """Refuses what JAX cannot differentiate: code that is not JAX's own."""
+    cfg = choose(call.invocation(operands), call.snapshot, call.generation).cfg
+    backend = call.kernel.variant("run", getattr(cfg, "backend", None), None).__name__.removeprefix("run_")
+    if backend in _OPAQUE:
+        raise UnsupportedError(
+            f"{call.kernel.op_id_v} runs on the {backend!r} back end, which has no {mode} derivative; "
+            f"pass backend='xla' for calls that need one"
+        )
+
+
+def _kernel_jvp(primals, tangents, *, call: Call):
+    if call.kernel.backward is None:  # a backward kernel, or one without: its own plain JAX code is differentiated
+        _plain(call, primals, "second or forward-mode" if call.forward is not None else "reverse- or forward-mode")
+        return _plain_jvp(functools.partial(_run, call=call), primals, tangents)
+    outs = [checkpoint_name(out, call.kernel.op_id) for out in kernel_p.bind(*primals, call=call)]
+    live = tuple(is_float(x) and type(t) is not ad.Zero for x, t in zip(primals, tangents))
+    out_tangents = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    if any(live) and any(map(is_float, outs)):
+        given = [t for t, alive in zip(tangents, live) if alive]
+        found = iter(tangent_p.bind(*given, *primals, *outs, call=call, live=live))
+        out_tangents = [next(found) if is_float(out) else zero for out, zero in zip(outs, out_tangents)]
+    return outs, out_tangents
+
+
+def _split(args: Sequence[Any], live: tuple[bool, ...]) -> tuple[list, list, list]:
+    """The arguments of `tangent_p`: tangents, operands, outputs."""
+    first, second = sum(live), sum(live) + len(live)
+    return list(args[:first]), list(args[first:second]), list(args[second:])
+
+
+def _tangents(*args, call: Call, live: tuple[bool, ...]):
+    """Forward mode, through plain JAX code."""
+    tangents, operands, _ = _split(args, live)
+    _plain(call, operands, "forward-mode")
+
+    def run(*wanted):
+        given = iter(wanted)
+        outs = _run(*[next(given) if alive else x for x, alive in zip(operands, live)], call=call)
+        return [out for out in outs if is_float(out)]
+
+    return jax.jvp(run, [x for x, alive in zip(operands, live) if alive], tangents)[1]
+
+
+def _tangents_jvp(primals, tangents, **params):
+    return _plain_jvp(functools.partial(_tangents, **params), primals, tangents)
+
+
+def _plain_jvp(run: Callable, primals, tangents):
+    return jax.jvp(run, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+
+def _transpose(cotangents, *args, call: Call, live: tuple[bool, ...]):
+    tangents, operands, outs = _split(args, live)
+    undefined = [ad.is_undefined_primal(t) for t in tangents]
+    asked = iter(undefined)
+    needs = tuple(alive and next(asked) for alive in live)
+    lazy = getattr(call.kernel.backward, "lazy_cotangents", False)
+    given = iter(cotangents)
+    cts = [next(given) if is_float(out) else None for out in outs]
+    cts = [None if ct is None or (lazy and type(ct) is ad.Zero) else ad.instantiate_zeros(ct) for ct in cts]
+    tree = _out_tree(call, operands)
+    kinds = _out_kinds(call, len(outs))
+    back, arrays = backward_call(
+        call, operands, jax.tree.unflatten(tree, outs), jax.tree.unflatten(tree, cts), needs, kinds
+    )
+    grads = iter(kernel_p.bind(*equally_varying(arrays), call=back))
+    return [*(next(grads) if u else None for u in undefined), *[None] * (len(operands) + len(outs))]
+
+
+# Batching
+
+
+def _batch_kernel(args, dims, *, call: Call):
+    types = _output(call, tuple(_without_axis(x, d) for x, d in zip(args, dims)), jax.sharding.get_abstract_mesh())[1]
+    out_kinds = _out_kinds(call, len(types))
+    return fold_or_loop(functools.partial(kernel_p.bind, call=call), args, dims, call.kinds, out_kinds, types)
+
+
+def _batch_tangent(args, dims, *, call: Call, live: tuple[bool, ...]):
+    _, operands, outs = _split(args, live)
+    out_kinds = _out_kinds(call, len(outs))
+    pairs = {i: n for n, i in enumerate(i for i, alive in enumerate(live) if alive)}  # operand -> its tangent
+    groups = [sum(live) + i for i in pairs] + [pairs.get(i, sum(live) + i) for i in range(len(operands))]
+    groups += range(len(groups), len(args))
+    kinds = (*(call.kinds[i] for i in pairs), *call.kinds, *out_kinds)
+    types = [_without_axis(x, d) for x, d in zip(args, dims)][-len(outs) :]
+    floats = [(k, t) for k, t in zip(out_kinds, types) if is_float(t)]
+    bind = functools.partial(tangent_p.bind, call=call, live=live)
+    return fold_or_loop(bind, args, dims, kinds, [k for k, _ in floats], [t for _, t in floats], groups)
+
+
+def _without_axis(x: Any, dim: int | None) -> Any:
+    """The type of one example of a batched operand."""
+    if dim is None:
+        return jax.typeof(x)
+    return jax.typeof(jax.eval_shape(lambda x: jax.lax.index_in_dim(x, 0, dim, keepdims=False), x))
+
+
+# The primitives
+
+
+def _primitive(name: str, abstract_eval: Callable, jvp: Callable, batch: Callable) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    @functools.lru_cache(maxsize=4096)
+    def jitted(**params):
+        return jax.jit(functools.partial(primitive.bind, **params))
+
+    primitive.def_impl(lambda *args, **params: jitted(**params)(*args))
+    primitive.def_abstract_eval(abstract_eval)
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def _kernel_types(*avals, call: Call):
+    return _output(call, avals, jax.sharding.get_abstract_mesh())[1]
+
+
+def _tangent_types(*avals, call: Call, live: tuple[bool, ...]):
+    return [out.to_tangent_aval() for out in _split(avals, live)[2] if is_float(out)]
+
+
+kernel_p = _primitive("ejkernel", _kernel_types, _kernel_jvp, _batch_kernel)
+tangent_p = _primitive("ejkernel_tangent", _tangent_types, _tangents_jvp, _batch_tangent)
+ad.primitive_transposes[tangent_p] = _transpose
+for _platform in _PLATFORMS:
+    _rule = mlir.lower_fun(functools.partial(_lowered, platform=_platform), multiple_results=True)
+    mlir.register_lowering(kernel_p, _rule, platform=_platform, inline=False)
+mlir.register_lowering(tangent_p, mlir.lower_fun(_tangents, multiple_results=True))

@@ -1,0 +1,129 @@
+"""The one thing a choice depends on besides the call: a snapshot that is part of every jit key."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from ..errors import ConfigError
+from ..utils.fingerprint import stable_json
+
+_EMPTY: Mapping = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Overlays, policies, selector and module path of the moment: hashed and compared by content in O(1).
+
+    Args:
+        overlay: merged overlays, key to config; inner ones have won.
+        policies: `((selector uid or None for all, field, value), ...)`, later ones win.
+        selector: the chooser of an explicit executor; `None` is the default one.
+        path: dotted path of the module that calls, while `explain` asks for it.
+    """
+
+    overlay: Mapping[Any, Any] = dataclasses.field(default_factory=lambda: _EMPTY)
+    overlay_digest: str = ""
+    policies: tuple = ()
+    selector: Any = None
+    path: str | None = None
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Text that is equal exactly where the content is."""
+        uid = getattr(self.selector, "uid", None) if self.selector is None else _uid(self.selector)
+        return stable_json([self.overlay_digest, self.policies, uid, self.path])
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self.digest)
+
+    def __hash__(self):
+        return self._hash
+
+    def __eq__(self, other):
+        return self is other or (isinstance(other, Snapshot) and self.digest == other.digest)
+
+
+def _uid(chooser: Any) -> int:
+    """A number that no other chooser of this process has, or had."""
+    if not hasattr(chooser, "uid"):
+        chooser.uid = next_uid()
+    return chooser.uid
+
+
+_uid_lock, _last_uid = threading.Lock(), [0]
+
+
+def next_uid() -> int:
+    """A number that was not given before in this process."""
+    with _uid_lock:
+        _last_uid[0] += 1
+        return _last_uid[0]
+
+
+# One context, made at import: its value is in the key of every jitted function, and pickling keys is not needed.
+_context = jax.make_user_context(Snapshot())
+
+
+def current() -> Snapshot:
+    """The snapshot of this thread."""
+    return _context.value
+
+
+@contextlib.contextmanager
+def entered(change: Callable[[Snapshot], Snapshot]) -> Iterator[None]:
+    """Context in which the snapshot is `change(snapshot)`."""
+    with _context(change(_context.value)):
+        yield
+
+
+def overlay_digest(configs: Mapping) -> str:
+    """Digest of key -> config, by content."""
+    return hashlib.sha256(stable_json(configs, where="overlay").encode()).hexdigest()
+
+
+def with_overlay(snapshot: Snapshot, configs: Mapping, digest: str) -> Snapshot:
+    """The snapshot with `configs` on top; the same snapshot where they change nothing."""
+    if all(key in snapshot.overlay and snapshot.overlay[key] == cfg for key, cfg in configs.items()):
+        return snapshot
+    if not snapshot.overlay:
+        return dataclasses.replace(snapshot, overlay=MappingProxyType(dict(configs)), overlay_digest=digest)
+    merged = {**snapshot.overlay, **configs}
+    return dataclasses.replace(snapshot, overlay=MappingProxyType(merged), overlay_digest=overlay_digest(merged))
+
+
+class Reentrant:
+    """A context manager that may be entered again while it is open, and in several threads.
+
+    What was opened is kept in a stack of the thread, not in the object.
+    """
+
+    _stack = threading.local()
+
+    def _open(self) -> contextlib.AbstractContextManager:
+        raise NotImplementedError
+
+    def __enter__(self):
+        context = self._open()
+        context.__enter__()
+        stack = self._stack.__dict__.setdefault("open", [])
+        stack.append((self, context))
+        return self
+
+    def __exit__(self, *exc):
+        stack = self._stack.__dict__.get("open", [])
+        if not stack or stack[-1][0] is not self:
+            raise ConfigError(
+                f"{type(self).__name__} was left in another order than it was entered: do not `await` or "
+                "`yield` inside the `with`; use result.wrap(fn) instead"
+            )
+        return stack.pop()[1].__exit__(*exc)

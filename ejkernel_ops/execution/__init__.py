@@ -1,0 +1,1 @@
+"""Running, measuring and tuning kernels."""

@@ -1,0 +1,10 @@
+"""The built-in ops."""
+
+from .attention import ATTENTION as ATTENTION
+from .attention import ATTENTION_BWD as ATTENTION_BWD
+from .attention import AttentionConfig as AttentionConfig
+from .attention import flash_attention as flash_attention
+from .linear import LINEAR as LINEAR
+from .linear import LINEAR_BWD as LINEAR_BWD
+from .linear import LinearConfig as LinearConfig
+from .linear import linear as linear

@@ -1,0 +1,242 @@
+"""The two attention kernels: what the framework sees of the back ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.invocation import Invocation
+from ...core.kernel import Kernel, random_array
+from . import xla
+from .config import (
+    AttentionConfig,
+    backward_config,
+    block_sizes,
+    candidate_block_sizes,
+    compute_dtype,
+    forward_config,
+)
+
+# query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks, dropout_seed
+_ROWS = (True, True, True, "broadcast", "broadcast", True, True, True, True, False, True)
+
+
+class AttentionBackward(Kernel):
+    """Gradients of attention from its operands, output and log-sum-exp."""
+
+    name = "flash_attention_bwd"
+    config_cls = AttentionConfig
+    fields = {"xla": ("bwd.q_blocksize", "bwd.kv_blocksize")}
+    lazy_cotangents = True  # a cotangent that is known to be zero comes as None
+
+    def narrow(self, cfg: AttentionConfig) -> AttentionConfig:
+        """The backward part of an op's config."""
+        return dataclasses.replace(cfg, fwd=None)
+
+    def heuristic_cfg(self, inv: Invocation) -> AttentionConfig:
+        """Square blocks of scores that fit the caches."""
+        return backward_config(block_sizes(inv.arguments["query"], inv.arguments["key"]))
+
+    def candidate_cfgs(self, inv: Invocation) -> list[AttentionConfig]:
+        """Blocks around the heuristic's."""
+        pairs = candidate_block_sizes(inv.arguments["query"], inv.arguments["key"])
+        return [backward_config(pair) for pair in pairs]
+
+    def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
+        """Consistent operands: the forward's, what it makes of them, and random cotangents."""
+        names = list(inv.arguments)
+        start = names.index("out")
+        arrays = attention_inputs(inv, rng)
+        values = dict(zip(names, inv.args[:start])) | dict(inv.kwargs)
+        operands = {n: next(arrays) if hasattr(v, "shape") else v for n, v in values.items()}
+        reference = forward_config(block_sizes(operands["query"], operands["key"]))
+        out, lse = AttentionForward.run_xla(ATTENTION, **operands, cfg=reference)
+        cotangents = [random_array(rng, inv.arguments[n]) for n in ("dout", "dlse") if inv.arguments[n] is not None]
+        given = [v for v in operands.values() if hasattr(v, "shape")]
+        out_type = inv.arguments["out"]
+        return [*given, out.astype(out_type.dtype), lse, *cotangents]
+
+    def run_xla(
+        self, query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks,
+        dropout_seed, out, lse, dout, dlse, *, cfg, needs, **statics,
+    ):  # fmt: skip
+        """Blocks on XLA."""
+        wanted = tuple(bool(needs[i]) for i in (0, 1, 2, 3, 9))
+        if dout is None:
+            dout = jnp.zeros_like(out)
+        arrays = (
+            query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks, dropout_seed
+        )  # fmt: skip
+        block_q, block_kv = _blocks(cfg.bwd, query, key)
+        x = arrange(arrays, block_q, block_kv)
+        pad = (-query.shape[1]) % block_q
+        parts = [_queries(a, key.shape[2], pad) for a in (out, dout)]
+        lse, dlse = (
+            None if a is None else _queries(a[..., None], key.shape[2], pad, fill)[..., 0]
+            for a, fill in ((lse, -jnp.inf), (dlse, 0.0))
+        )
+        dq, dk, dv, dbias, dsinks = xla.backward(
+            x, parts[0], lse, parts[1], dlse, xla.Statics(**statics), wanted, query.shape[1], key.shape[1], block_q, block_kv
+        )
+        dq = None if dq is None else _from_queries(dq, query.shape)
+        dk, dv = (None if g is None else _from_keys(g, a.shape) for g, a in ((dk, key), (dv, value)))
+        dbias = None if dbias is None else _from_tiles(dbias, bias.shape)
+        return dq, dk, dv, dbias, None, None, None, None, None, dsinks, None
+
+
+class AttentionForward(Kernel):
+    """Scaled dot-product attention: output and log-sum-exp."""
+
+    name = "flash_attention"
+    config_cls = AttentionConfig
+    fields = {"xla": ("fwd.q_blocksize", "fwd.kv_blocksize")}
+    rows, out_rows = _ROWS, (True, True)
+    backward = AttentionBackward()
+
+    def narrow(self, cfg: AttentionConfig) -> AttentionConfig:
+        """The forward part of an op's config."""
+        return dataclasses.replace(cfg, bwd=None)
+
+    def heuristic_cfg(self, inv: Invocation) -> AttentionConfig:
+        """Square blocks of scores that fit the caches."""
+        return forward_config(block_sizes(inv.arguments["query"], inv.arguments["key"]))
+
+    def candidate_cfgs(self, inv: Invocation) -> list[AttentionConfig]:
+        """Blocks around the heuristic's."""
+        pairs = candidate_block_sizes(inv.arguments["query"], inv.arguments["key"])
+        return [forward_config(pair) for pair in pairs]
+
+    def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
+        """Random arrays with valid masks, lengths and segment ids."""
+        return list(attention_inputs(inv, rng))
+
+    def out_like(self, query, key, value, *rest, **statics):
+        """Types of output and log-sum-exp."""
+        out = jnp.broadcast_to(query[..., :1], (*query.shape[:-1], value.shape[-1]))
+        return out, query[..., 0].astype(compute_dtype(query.dtype))
+
+    def run_xla(
+        self, query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks,
+        dropout_seed, *, cfg, **statics,
+    ):  # fmt: skip
+        """Blocks on XLA."""
+        arrays = (
+            query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks, dropout_seed
+        )  # fmt: skip
+        block_q, block_kv = _blocks(cfg.fwd, query, key)
+        x = arrange(arrays, block_q, block_kv)
+        out, lse = xla.forward(x, xla.Statics(**statics), query.shape[1], key.shape[1], block_q, block_kv)
+        shape = (*query.shape[:3], value.shape[-1])
+        return (
+            _from_queries(out, shape).astype(query.dtype),
+            _from_queries(lse[..., None], (*query.shape[:3], 1))[..., 0],
+        )
+
+
+def _blocks(params: Any, query: jax.Array, key: jax.Array) -> tuple[int, int]:
+    return max(1, min(params.q_blocksize, query.shape[1])), max(1, min(params.kv_blocksize, key.shape[1]))
+
+
+def arrange(arrays: tuple, block_q: int, block_kv: int) -> xla.Operands:
+    """The arrays with heads first, lengths padded to blocks, and keys that nobody may see zeroed."""
+    query, key, value, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed = arrays
+    kv_heads, pad_q, pad_kv = key.shape[2], (-query.shape[1]) % block_q, (-key.shape[1]) % block_kv
+    unseen = _unseen_keys(key, mask, kv_ids, kv_lengths)
+    if unseen is not None:  # what they hold, NaN included, must not reach a product
+        key, value = (jnp.where(unseen[:, :, None, None], jnp.zeros_like(a), a) for a in (key, value))
+
+    def ids(x, pad):
+        return None if x is None else jnp.pad(x, ((0, 0), (0, pad)), constant_values=-1)
+
+    return xla.Operands(
+        query=_queries(query, kv_heads, pad_q),
+        key=_keys(key, pad_kv),
+        value=_keys(value, pad_kv),
+        bias=None if bias is None else _tiles(bias, kv_heads, (query.shape[1], key.shape[1]), (pad_q, pad_kv)),
+        mask=None if mask is None else _tiles(mask, kv_heads, (query.shape[1], key.shape[1]), (pad_q, pad_kv)),
+        q_offset=q_offset,
+        q_segment_ids=ids(q_ids, pad_q),
+        kv_segment_ids=ids(kv_ids, pad_kv),
+        kv_lengths=kv_lengths,
+        sinks=sinks,
+        dropout_seed=seed,
+    )
+
+
+def _unseen_keys(key: jax.Array, mask: Any, kv_ids: Any, kv_lengths: Any) -> jax.Array | None:
+    """`(batch, kv_len)`: keys that no query of the example may see, as far as arrays say so."""
+    parts = []
+    if mask is not None:
+        parts.append(jnp.broadcast_to(~mask.any((1, 2)), (key.shape[0], key.shape[1])))
+    if kv_ids is not None:
+        parts.append(kv_ids < 0)
+    if kv_lengths is not None:
+        parts.append(jnp.arange(key.shape[1])[None, :] >= kv_lengths[:, None])
+    if not parts:
+        return None
+    unseen = parts[0]
+    for part in parts[1:]:
+        unseen = unseen | part
+    return unseen
+
+
+def _queries(x: jax.Array, kv_heads: int, pad: int, fill: float = 0.0) -> jax.Array:
+    """`(b, q, h, d)` to `(b, k, g, q, d)`."""
+    batch, length, heads, width = x.shape
+    x = x.transpose(0, 2, 1, 3).reshape(batch, kv_heads, heads // kv_heads, length, width)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, pad), (0, 0)), constant_values=fill) if pad else x
+
+
+def _from_queries(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    batch, length, heads, width = shape
+    return x[:, :, :, :length].reshape(batch, heads, length, width).transpose(0, 2, 1, 3)
+
+
+def _keys(x: jax.Array, pad: int) -> jax.Array:
+    """`(b, s, k, d)` to `(b, k, s, d)`."""
+    x = x.transpose(0, 2, 1, 3)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, pad), (0, 0))) if pad else x
+
+
+def _from_keys(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x[:, :, : shape[1]].transpose(0, 2, 1, 3)
+
+
+def _tiles(x: jax.Array, kv_heads: int, lengths: tuple[int, int], pads: tuple[int, int]) -> jax.Array:
+    """`(b, h, q, s)`, axes of length 1 where it broadcasts, to `(b, k, g, q, s)`."""
+    batch, heads, q_len, kv_len = x.shape
+    x = x.reshape(batch, kv_heads, heads // kv_heads, q_len, kv_len) if heads > 1 else x[:, :, None]
+    widths = [pad if n == length and n > 1 else 0 for n, length, pad in zip((q_len, kv_len), lengths, pads)]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, widths[0]), (0, widths[1]))) if any(widths) else x
+
+
+def _from_tiles(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x[:, :, :, : shape[2], : shape[3]].reshape(shape)
+
+
+def attention_inputs(inv: Invocation, rng: np.random.Generator):
+    """Arrays to tune with: all keys visible, a few segments, full lengths, the end's offset."""
+    kv_len, q_len = inv.arguments["key"].shape[1], inv.arguments["query"].shape[1]
+    for name, like in list(inv.arguments.items())[:11]:
+        if like is None:
+            continue
+        if name == "mask":
+            yield jnp.ones(like.shape, bool)
+        elif name in ("q_segment_ids", "kv_segment_ids"):
+            yield jnp.broadcast_to(jnp.arange(like.shape[1]) * 4 // max(like.shape[1], 1), like.shape).astype(like.dtype)
+        elif name == "kv_lengths":
+            yield jnp.full(like.shape, kv_len, like.dtype)
+        elif name == "q_offset":
+            yield jnp.full(like.shape, max(kv_len - q_len, 0), like.dtype)
+        elif name == "dropout_seed":
+            yield jnp.asarray(rng.integers(0, 2**32, like.shape, dtype=np.uint32))
+        else:
+            yield random_array(rng, like)
+
+
+ATTENTION = AttentionForward()
+ATTENTION_BWD = AttentionForward.backward

@@ -1,0 +1,237 @@
+"""`flash_attention`: checks its arguments, puts them in canonical form, calls the kernel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from ...errors import UnsupportedError
+from ...execution.executor import default_executor
+from ..config import canonical_precision, explicit_config
+from .config import AttentionConfig
+from .kernels import ATTENTION, ATTENTION_BWD
+
+__all__ = ["ATTENTION", "ATTENTION_BWD", "flash_attention"]
+
+
+def flash_attention(
+    query: Float[Array, "batch q_len num_heads head_dim"],
+    key: Float[Array, "batch kv_len num_kv_heads head_dim"],
+    value: Float[Array, "batch kv_len num_kv_heads v_dim"],
+    *,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    causal: bool = False,
+    q_offset: int | str | Int[Array, "..."] = 0,
+    sliding_window: int | tuple[int, int] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    logits_soft_cap: float | None = None,
+    q_segment_ids: Int[Array, "batch q_len"] | None = None,
+    kv_segment_ids: Int[Array, "batch kv_len"] | None = None,
+    kv_lengths: Int[Array, "batch"] | None = None,  # noqa: F821
+    sinks: Float[Array, "num_heads"] | None = None,  # noqa: F821
+    dropout_rate: float = 0.0,
+    dropout_rng: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = True,
+    context_axis: str | None = None,
+    precision: Any = None,
+    config: AttentionConfig | None = None,
+    backend: str | None = None,
+    cfg: AttentionConfig | None = None,
+) -> Any:
+    """Scaled dot-product attention in memory linear in the lengths, differentiable in every float argument.
+
+    Logits are `softmax_scale * query @ key`, then soft-capped, then biased, then masked; the softmax is in
+    float32. All masks intersect. A query that may see nothing gives 0 and a log-sum-exp of -inf, and no
+    gradient anywhere.
+
+    Args:
+        query: `(batch, q_len, num_heads, head_dim)`.
+        key: `(batch, kv_len, num_kv_heads, head_dim)`; `num_heads` is a multiple of `num_kv_heads`, and
+            query head `h` uses key head `h // (num_heads // num_kv_heads)`.
+        value: `(batch, kv_len, num_kv_heads, v_dim)`.
+        bias: added to the logits, broadcastable to `(batch, num_heads, q_len, kv_len)`.
+        mask: bool, True where a query may see a key, broadcastable likewise.
+        causal: query `i` sees key `j` only if `j <= i + q_offset`.
+        q_offset: position of the first query among the keys: an int, `"end"` (`kv_len - q_len`), or an int32
+            scalar or `(batch,)` array.
+        sliding_window: `(left, right)`, inclusive: query `i` sees keys `i + q_offset - left` to
+            `i + q_offset + right`; an int `w` is `(w, w)`. With `causal` the right side is 0.
+        softmax_scale: default `head_dim ** -0.5`.
+        logits_soft_cap: logits become `cap * tanh(logits / cap)`.
+        q_segment_ids: a query sees keys of equal id only; negative ids see and are seen by nothing. Needs
+            `kv_segment_ids`, unless the lengths are equal.
+        kv_segment_ids: the same for keys.
+        kv_lengths: number of valid keys of each example, int32.
+        sinks: a logit for each query head that takes part in the softmax and has no value.
+        dropout_rate: probability of dropping a probability.
+        dropout_rng: JAX PRNG key; needed if `dropout_rate` is positive.
+        return_lse: also return the log-sum-exp of the logits.
+        deterministic: gradients are the same bits in each run; `False` allows faster ways.
+        context_axis: mesh axis over which the length is split; not supported yet.
+        precision: of the products, as in `jax.lax.Precision`; default JAX's.
+        config: back end and tile sizes; what it leaves open is chosen.
+        backend: `"triton"`, `"pallas"`, `"cudnn"`, `"xla"` or `None` for the best one.
+        cfg: another spelling of `config`.
+
+    Returns:
+        `(batch, q_len, num_heads, v_dim)` in the type of `query`; with `return_lse` also
+        `(batch, q_len, num_heads)` in float32 (float64 for float64 inputs), natural logarithm, sinks included.
+
+    Raises:
+        ValueError: shapes or options that do not fit together.
+        TypeError: a mask that is not bool, or types that differ.
+        ConfigError: a config with a field that its back end lacks.
+        UnsupportedError: a back end that cannot do the call.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8))
+        >>> flash_attention(q, k[:, :, :2], v[:, :, :2], causal=True).shape
+        (2, 5, 4, 8)
+
+    Source: Dao, "FlashAttention-2", arXiv:2307.08691; Rabe and Staats, arXiv:2112.05682.
+    """
+    if context_axis is not None:
+        raise UnsupportedError(
+            f"context_axis is {context_axis!r}: a length that is split over devices is not supported yet; pass None"
+        )
+    _check_shapes(query, key, value)
+    batch, q_len, num_heads, head_dim = query.shape
+    kv_len = key.shape[1]
+    shape = (batch, num_heads, q_len, kv_len)
+    _check_tile("bias", bias, shape, key.shape[2])
+    _check_tile("mask", mask, shape, key.shape[2])
+    if mask is not None and jnp.result_type(mask) != jnp.bool_:
+        raise TypeError(f"mask is {jnp.result_type(mask)}; expected bool (True: may be seen); pass additive ones as bias=")
+    if bias is not None and not jnp.issubdtype(jnp.result_type(bias), jnp.floating):
+        raise TypeError(f"bias is {jnp.result_type(bias)}; expected a float type; pass bool ones as mask=")
+    scale, query = _scale(softmax_scale, query, head_dim)
+    static_offset, offset = _offset(q_offset, batch, kv_len - q_len)
+    window = _window(sliding_window, causal)
+    if not causal and window is None:
+        static_offset, offset = 0, None  # it has no effect, so calls with different ones share a key
+    q_ids, kv_ids = _segments(q_segment_ids, kv_segment_ids, batch, q_len, kv_len)
+    if kv_lengths is not None:
+        kv_lengths = _ints("kv_lengths", kv_lengths, (batch,))
+    if sinks is not None and jnp.shape(sinks) != (num_heads,):
+        raise ValueError(f"sinks has shape {jnp.shape(sinks)}; expected one for each of the {num_heads} query heads")
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(f"logits_soft_cap is {logits_soft_cap}; expected a positive number or None")
+    out, lse = default_executor()(
+        ATTENTION, query, key, value, _four(bias), _four(mask), offset, q_ids, kv_ids, kv_lengths, sinks,
+        _seed(dropout_rate, dropout_rng, batch), cfg=explicit_config(AttentionConfig, config, cfg, backend),
+        causal=bool(causal), sliding_window=window, static_offset=static_offset, softmax_scale=scale,
+        logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+        dropout_rate=float(dropout_rate), precision=canonical_precision(precision),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _check_shapes(query: Any, key: Any, value: Any) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if jnp.ndim(x) != 4:
+            raise ValueError(f"{name} has shape {jnp.shape(x)}; expected (batch, length, heads, head_dim)")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} is {x.dtype}; expected a float type")
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; cast them to one type")
+    if query.shape[0] != key.shape[0] or key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"query {query.shape}, key {key.shape} and value {value.shape} differ in batch, length or heads; expected "
+            "one batch, and one length and number of heads of key and value"
+        )
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(f"query has head_dim {query.shape[3]} and key {key.shape[3]}; expected one")
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"query has {heads} heads and key has {kv_heads}: expected a multiple (for multi-query attention pass 1 key head)"
+        )
+
+
+def _check_tile(name: str, x: Any, shape: tuple[int, ...], kv_heads: int) -> None:
+    """A bias or mask must broadcast, axis by axis, to `(batch, num_heads, q_len, kv_len)`."""
+    if x is None:
+        return
+    given = jnp.shape(x)
+    full = (1,) * (4 - len(given)) + given
+    if len(given) <= 4 and all(n in (1, want) for n, want in zip(full, shape)):
+        return
+    hint = ""
+    if len(given) == 2 and given == (shape[0], shape[3]):
+        hint = "; for one row of keys per example reshape it to (batch, 1, 1, kv_len)"
+    elif len(full) == 4 and full[1] == kv_heads:
+        hint = "; give one for each query head, not for each key head"
+    raise ValueError(f"{name} has shape {given}, which does not broadcast to (batch, num_heads, q_len, kv_len) = {shape}{hint}")
+
+
+def _four(x: Any) -> Any:
+    return None if x is None else jnp.reshape(x, (1,) * (4 - jnp.ndim(x)) + jnp.shape(x))
+
+
+def _scale(scale: Any, query: Any, head_dim: int) -> tuple[float, Any]:
+    """A static scale; one that is an array goes into the query, so that it has a gradient."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim), query
+    if isinstance(scale, (int, float)):
+        return float(scale), query
+    if jnp.ndim(scale) != 0:
+        raise ValueError(f"softmax_scale has shape {jnp.shape(scale)}; expected a scalar")
+    return 1.0, query * jnp.asarray(scale).astype(query.dtype)
+
+
+def _offset(q_offset: Any, batch: int, end: int) -> tuple[int | None, Any]:
+    if isinstance(q_offset, str):
+        if q_offset != "end":
+            raise ValueError(f"q_offset is {q_offset!r}; expected an int, an int32 array or 'end'")
+        return end, None
+    if isinstance(q_offset, (int, np.integer)) and not isinstance(q_offset, bool):
+        return int(q_offset), None
+    if jnp.ndim(q_offset) == 0:
+        q_offset = jnp.broadcast_to(jnp.asarray(q_offset), (batch,))
+    return None, _ints("q_offset", q_offset, (batch,))
+
+
+def _window(window: Any, causal: bool) -> tuple[int, int] | None:
+    if window is None:
+        return None
+    left, right = (window, window) if isinstance(window, (int, np.integer)) else window
+    if left < 0 or right < 0:
+        raise ValueError(f"sliding_window is {window}; expected counts of keys that are not negative")
+    return int(left), 0 if causal else int(right)
+
+
+def _segments(q_ids: Any, kv_ids: Any, batch: int, q_len: int, kv_len: int) -> tuple[Any, Any]:
+    if q_ids is None and kv_ids is None:
+        return None, None
+    if (q_ids is None or kv_ids is None) and q_len != kv_len:
+        raise ValueError("q_segment_ids and kv_segment_ids go together where the lengths differ; pass both")
+    q_ids, kv_ids = (kv_ids if q_ids is None else q_ids), (q_ids if kv_ids is None else kv_ids)
+    return _ints("q_segment_ids", q_ids, (batch, q_len)), _ints("kv_segment_ids", kv_ids, (batch, kv_len))
+
+
+def _ints(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} is {x.dtype}; expected an int type")
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}; expected {shape}")
+    return x.astype(jnp.int32)
+
+
+def _seed(rate: float, rng: Any, batch: int) -> jax.Array | None:
+    """Two random words for each example, so that a draw does not depend on the batch that it is part of."""
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout_rate is {rate}; expected at least 0 and less than 1")
+    if rate == 0.0:
+        return None
+    if rng is None:
+        raise ValueError(f"dropout_rate is {rate} and dropout_rng is None; pass a PRNG key")
+    return jax.random.bits(rng, (batch, 2), jnp.uint32)

@@ -1,0 +1,76 @@
+"""The config type that the built-in ops share, and how it is split between directions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from ..core.kernel import BACKENDS
+from ..errors import ConfigError
+from ..params import BwdParams, FwdParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpConfig:
+    """Back end and tile sizes of an op, either direction; a field left `None` inherits.
+
+    Args:
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`.
+        fwd: parameters of the forward kernel.
+        bwd: parameters of the backward kernel.
+
+    Raises:
+        ConfigError: a field of the wrong type.
+
+    Example:
+        >>> OpConfig(backend="xla").backend
+        'xla'
+    """
+
+    backend: str | None = None
+    fwd: FwdParams | None = None
+    bwd: BwdParams | None = None
+
+    def __post_init__(self):
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ConfigError(f"backend is {self.backend!r}; expected None or one of {', '.join(BACKENDS)}")
+        for name, kind in (("fwd", FwdParams), ("bwd", BwdParams)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"{name} is {value!r}; expected None or a {kind.__name__}")
+
+
+C = TypeVar("C", bound=OpConfig)
+
+
+def explicit_config(config_type: type[C], config: Any, cfg: Any, backend: str | None) -> C | None:
+    """The explicit config of a call, from its `config=` (or `cfg=`) and `backend=`.
+
+    Raises:
+        ConfigError: both spellings, another type, or two different back ends.
+    """
+    if config is not None and cfg is not None:
+        raise ConfigError("config= and cfg= are two spellings of one argument; give one")
+    config = cfg if config is None else config
+    if config is not None and not isinstance(config, config_type):
+        raise ConfigError(f"config is {config!r}; expected a {config_type.__name__}")
+    if backend is None:
+        return config
+    if config is None:
+        return config_type(backend=backend)
+    if config.backend not in (None, backend):
+        raise ConfigError(f"backend is {backend!r}, but config.backend is {config.backend!r}; give one")
+    return dataclasses.replace(config, backend=backend)
+
+
+def canonical_precision(precision: Any) -> Any:
+    """The precision of products as static text: what is asked for, else JAX's default of this moment."""
+    import jax
+
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+    if precision is None or isinstance(precision, str):
+        return precision
+    if isinstance(precision, (tuple, list)):
+        return tuple(map(canonical_precision, precision))
+    return getattr(precision, "name", str(precision)).lower()

@@ -1,0 +1,82 @@
+"""`linear`: checks its arguments, puts them in canonical form, calls the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ...execution.executor import default_executor
+from ..activations import check_activation
+from ..config import canonical_precision, explicit_config
+from .kernels import LINEAR, LinearConfig
+
+
+def linear(
+    x: Float[Array, "*rows in_features"],
+    weight: Float[Array, "in_features out_features"],
+    bias: Float[Array, "out_features"] | None = None,  # noqa: F821
+    *,
+    activation: str | None = None,
+    weight_layout: str = "io",
+    preferred_element_type: Any = None,
+    precision: Any = None,
+    config: LinearConfig | None = None,
+    backend: str | None = None,
+    cfg: LinearConfig | None = None,
+) -> Float[Array, "*rows out_features"]:
+    """A linear map over the last axis, with bias and activation.
+
+    Sums, bias and activation are in float32 (float64 for float64 inputs).
+
+    Args:
+        x: `(..., in_features)`.
+        weight: `(in_features, out_features)`, or `(out_features, in_features)` with `weight_layout="oi"`.
+        bias: `(out_features,)`.
+        activation: `"gelu"` (tanh), `"gelu_exact"`, `"silu"`, `"relu"`, `"squared_relu"` or `None`.
+        weight_layout: `"io"` or `"oi"`; neither copies the weight.
+        preferred_element_type: type of the result; default the common type of `x` and `weight`.
+        precision: of the product, as in `jax.lax.Precision`; default JAX's.
+        config: back end and tile sizes; what it leaves open is chosen.
+        backend: `"triton"`, `"pallas"`, `"xla"` or `None` for the best one.
+        cfg: another spelling of `config`.
+
+    Returns:
+        `(..., out_features)`.
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown activation or layout.
+        TypeError: arguments that are no floats.
+        ConfigError: a config with a field that its back end lacks.
+        UnsupportedError: a back end that cannot do the call.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> linear(jnp.ones((2, 5, 3)), jnp.ones((3, 4)), jnp.ones(4), activation="relu")[0, 0, 0].item()
+        4.0
+    """
+    if weight_layout not in ("io", "oi"):
+        raise ValueError(f"weight_layout is {weight_layout!r}; expected 'io' (in, out) or 'oi' (out, in)")
+    for name, a in (("x", x), ("weight", weight), *([("bias", bias)] if bias is not None else [])):
+        if not jnp.issubdtype(jnp.result_type(a), jnp.floating):
+            raise TypeError(f"{name} is {jnp.result_type(a)}; expected a float type")
+    if jnp.ndim(x) < 1 or jnp.ndim(weight) != 2:
+        raise ValueError(f"x has shape {jnp.shape(x)} and weight {jnp.shape(weight)}; expected (..., in) and two axes")
+    features, out_features = weight.shape if weight_layout == "io" else weight.shape[::-1]
+    if x.shape[-1] != features:
+        other = "oi" if weight_layout == "io" else "io"
+        hint = f"; for weights stored the other way pass weight_layout={other!r}" if x.shape[-1] == out_features else ""
+        raise ValueError(f"x has {x.shape[-1]} features and weight takes {features} (layout {weight_layout!r}){hint}")
+    if bias is not None and jnp.shape(bias) != (out_features,):
+        raise ValueError(f"bias has shape {jnp.shape(bias)}; expected ({out_features},)")
+    dtype = jnp.promote_types(x.dtype, weight.dtype)
+    out_dtype = dtype if preferred_element_type is None else preferred_element_type
+    one_row = x.ndim == 1
+    x = jnp.asarray(x)[None] if one_row else jnp.asarray(x)
+    out, _ = default_executor()(
+        LINEAR, x.astype(dtype), jnp.asarray(weight).astype(dtype), bias,
+        cfg=explicit_config(LinearConfig, config, cfg, backend), activation=check_activation(activation),
+        weight_layout=weight_layout, out_dtype=jnp.dtype(out_dtype), precision=canonical_precision(precision),
+    )  # fmt: skip
+    return out[0] if one_row else out

@@ -1,0 +1,1 @@
+"""Labels, fingerprints and stable text."""

@@ -1,0 +1,254 @@
+"""Names of devices, shardings and values that are equal in every process."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import json
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..errors import ConfigError
+
+_BACKENDS = {"gpu": "triton", "tpu": "pallas", "cpu": "xla"}
+
+
+def platform_kind(platform: str | None = None) -> str:
+    """`"gpu"`, `"tpu"` or `"cpu"` for a JAX platform name (default: JAX's default back end)."""
+    platform = platform or jax.default_backend()
+    return "gpu" if platform in ("gpu", "cuda", "rocm") else "tpu" if platform == "tpu" else "cpu"
+
+
+def device_kind() -> str:
+    """What the default device is: `"gpu"`, `"tpu"` or `"cpu"`.
+
+    Returns:
+        One of the three names.
+
+    Example:
+        >>> device_kind() in ("gpu", "tpu", "cpu")
+        True
+    """
+    return platform_kind()
+
+
+def get_device_platform(platform: str | None = None) -> str:
+    """Which kernel language suits a device best: `"triton"`, `"pallas"` or `"xla"`.
+
+    Args:
+        platform: a JAX platform name; `None` is JAX's default back end.
+
+    Returns:
+        `"triton"` for GPUs, `"pallas"` for TPUs, `"xla"` for the rest.
+
+    Example:
+        >>> get_device_platform("cuda")
+        'triton'
+    """
+    return _BACKENDS[platform_kind(platform)]
+
+
+@functools.lru_cache(maxsize=256)
+def _fingerprint(device: jax.Device) -> str:
+    capability = getattr(device, "compute_capability", None)
+    parts = [platform_kind(device.platform), device.device_kind]
+    return "|".join(" ".join(str(p).split()) for p in [*parts, *([capability] if capability else [])])
+
+
+def device_fingerprint(device: jax.Device | str | None = None) -> str:
+    """A stable name of a device model: kind, model and compute capability.
+
+    Args:
+        device: a device, a platform name (its first device), or `None` for the default device.
+
+    Returns:
+        Text such as `"gpu|NVIDIA H100 80GB HBM3|9.0"`, equal for equal models in every process.
+
+    Example:
+        >>> device_fingerprint("cpu")
+        'cpu|cpu'
+    """
+    if device is None:
+        device = jax.config.jax_default_device
+    if device is None or isinstance(device, str):
+        try:
+            device = jax.local_devices(backend=device)[0]
+        except RuntimeError:  # lowered for a platform that this process does not have
+            return f"{platform_kind(device)}|{device}"
+    return _fingerprint(device)
+
+
+def sharding_fingerprint(x: Any) -> str | None:
+    """The sharding of an array as stable text, `None` for anything without one.
+
+    Args:
+        x: an array, a tracer or a `ShapeDtypeStruct`.
+
+    Returns:
+        Mesh axes and sizes and the partition spec; never a device id.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> sharding_fingerprint(jnp.ones(3))
+        'single'
+    """
+    sharding = getattr(x, "sharding", None)
+    if sharding is None:
+        return None
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        mesh = ",".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+        return f"mesh({mesh}){tuple(sharding.spec)}" if mesh else "single"
+    return "single" if len(sharding.device_set) == 1 else f"{type(sharding).__name__}"
+
+
+def is_array(x: Any) -> bool:
+    """Whether `x` is an operand: an array, a tracer, a NumPy scalar or an abstract array."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def abstractify(tree: Any) -> Any:
+    """Replaces each array of a pytree by its `ShapeDtypeStruct`; other leaves stay.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The same tree with shapes, dtypes and weak types in place of arrays.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> abstractify({"x": jnp.ones(3), "n": 2})["x"].shape
+        (3,)
+    """
+
+    def leaf(x):
+        if not is_array(x):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
+
+    return jax.tree.map(leaf, tree)
+
+
+def _code_digest(code: types.CodeType) -> str:
+    """A digest of what a function does, blind to its file, its line and its name."""
+
+    def const(value):
+        if isinstance(value, frozenset):  # its order depends on the hash seed of the process
+            return sorted(map(repr, value))
+        return _code_digest(value) if isinstance(value, types.CodeType) else repr(value)
+
+    consts = [const(value) for value in code.co_consts]
+    text = repr((code.co_code, consts, code.co_names, code.co_varnames, code.co_freevars))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _importable_name(obj: Any) -> str | None:
+    """`module:qualname` where that name leads back to this very object."""
+    name, module = getattr(obj, "__qualname__", None), getattr(obj, "__module__", None)
+    if not name or not module or "<" in name:
+        return None
+    found = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is obj else None
+
+
+def _callable_form(fn: Any, where: str) -> Any:
+    if isinstance(fn, functools.partial):
+        parts = {"func": fn.func, "args": fn.args, "keywords": fn.keywords}
+        return {"partial": _form(parts, where)}
+    name = _importable_name(fn)
+    if isinstance(fn, types.FunctionType):
+        cells = [c.cell_contents for c in fn.__closure__ or ()]
+        parts = [cells, list(fn.__defaults__ or ()), fn.__kwdefaults__ or {}]
+        return {"function": name, "code": _code_digest(fn.__code__), "values": _form(parts, where)}
+    if name is not None:
+        return {"object": name}
+    if isinstance(fn, types.MethodType):
+        return {"method": _form([fn.__func__, fn.__self__], where)}
+    raise ConfigError(
+        f"{where} is {fn!r}, which has no value-based form, so calls with different values of it could "
+        "not be told apart; pass a function, a functools.partial or a frozen dataclass"
+    )
+
+
+def _form(obj: Any, where: str) -> Any:  # one branch for each kind of value
+    """JSON data that is equal exactly where values are equal; refuses what has no such form."""
+    if obj is None or isinstance(obj, (bool, str)):
+        return obj
+    if isinstance(obj, enum.Enum):
+        return {"enum": f"{type(obj).__module__}:{type(obj).__qualname__}.{obj.name}"}
+    if isinstance(obj, int):
+        return int(obj)
+    if isinstance(obj, (float, complex)):
+        return {"float": repr(obj)} if isinstance(obj, float) else {"complex": repr(obj)}
+    if isinstance(obj, jax.ShapeDtypeStruct) or isinstance(obj, jax.core.AbstractValue):
+        return {"array": [np.dtype(obj.dtype).name, list(obj.shape), bool(getattr(obj, "weak_type", False))]}
+    if isinstance(obj, np.dtype):
+        return {"dtype": obj.name}
+    if isinstance(obj, np.generic):
+        return {"scalar": [obj.dtype.name, obj.item()]}
+    if isinstance(obj, type):
+        dtype = _as_dtype(obj)
+        return {"dtype": dtype.name} if dtype is not None else {"type": f"{obj.__module__}:{obj.__qualname__}"}
+    if dataclasses.is_dataclass(obj):
+        fields = {f.name: _form(getattr(obj, f.name), f"{where}.{f.name}") for f in dataclasses.fields(obj)}
+        return {"dataclass": f"{type(obj).__module__}:{type(obj).__qualname__}", "fields": fields}
+    if isinstance(obj, (tuple, list)):
+        kind = "tuple" if isinstance(obj, tuple) else "list"
+        return {kind: [_form(x, f"{where}[{i}]") for i, x in enumerate(obj)]}
+    if isinstance(obj, Mapping):
+        items = [[_form(k, f"{where} key"), _form(v, f"{where}[{k!r}]")] for k, v in obj.items()]
+        return {"dict": sorted(items, key=lambda kv: json.dumps(kv[0], sort_keys=True))}
+    if isinstance(obj, (set, frozenset)):
+        return {"set": sorted((_form(x, where) for x in obj), key=lambda x: json.dumps(x, sort_keys=True))}
+    if callable(obj):
+        dtype = _as_dtype(obj)  # jnp.float32 and its like are callable objects
+        return {"dtype": dtype.name} if dtype is not None else _callable_form(obj, where)
+    raise ConfigError(
+        f"{where} is a {type(obj).__module__}.{type(obj).__qualname__}, which has no value-based form; "
+        "pass numbers, strings, tuples, dicts, dtypes, functions or frozen dataclasses"
+    )
+
+
+def _as_dtype(obj: Any) -> np.dtype | None:
+    if isinstance(obj, type) and not issubclass(obj, np.generic):
+        return None
+    if not isinstance(obj, type) and not hasattr(obj, "dtype"):
+        return None
+    try:
+        return np.dtype(getattr(obj, "dtype", obj))
+    except TypeError:
+        return None
+
+
+def stable_json(obj: Any, *, where: str = "value") -> str:
+    """Deterministic JSON text of a value: equal text exactly where values are equal, in every process.
+
+    Args:
+        obj: numbers, strings, containers, dtypes, enums, dataclasses, functions, abstract arrays.
+        where: how errors name the value.
+
+    Returns:
+        Compact JSON with sorted keys.
+
+    Raises:
+        ConfigError: something in `obj` has no value-based form; the text names it.
+
+    Example:
+        >>> stable_json({"b": 1, "a": (2,)}) == stable_json({"a": (2,), "b": 1})
+        True
+    """
+    return json.dumps(_form(obj, where), sort_keys=True, separators=(",", ":"))
+
+
+def short_hash(text: str) -> str:
+    """The first 16 hex digits of the text's SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,248 @@
+"""Labels of calls in programs: made, found, counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ..errors import LabelError
+
+LABEL_PREFIXES = ("ejkernel_ops#",)
+_LABEL = r"(?P<op>[A-Za-z0-9_.-]{1,64}@v[A-Za-z0-9_.-]{1,32}):(?P<key>[0-9a-f]{16})"
+LABEL_RE = re.compile(r"ejkernel_ops#" + _LABEL)
+_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,63}#")
+
+
+def label_prefix(prefix: str | None = None) -> str:
+    """The prefix of labels: the argument, else `EJKERNEL_OPS_PREFIX`, else `ejkernel_ops#`."""
+    found = prefix or os.environ.get("EJKERNEL_OPS_PREFIX") or LABEL_PREFIXES[0]
+    if not _PREFIX.fullmatch(found):
+        name = "prefix" if prefix else "EJKERNEL_OPS_PREFIX"
+        raise LabelError(f"{name} is {found!r}; expected 1 to 63 of A-Z a-z 0-9 _ . - and then #")
+    return found
+
+
+def label(op_id_v: str, call_hash: str, prefix: str | None = None) -> str:
+    """The label of a call.
+
+    Args:
+        op_id_v: name and version of the kernel, such as `"linear@v1"`.
+        call_hash: the call's key, 16 hex digits.
+        prefix: default `EJKERNEL_OPS_PREFIX`, else `"ejkernel_ops#"`.
+
+    Returns:
+        `<prefix><op_id_v>:<call_hash>`.
+
+    Raises:
+        LabelError: a part is malformed.
+
+    Example:
+        >>> label("matmul@v1", "1a2b3c4d5e6f7081")
+        'ejkernel_ops#matmul@v1:1a2b3c4d5e6f7081'
+    """
+    if not re.fullmatch(_LABEL, text := f"{op_id_v}:{call_hash}"):
+        raise LabelError(f"label parts are {op_id_v!r} and {call_hash!r}; expected name@vN and 16 hex digits")
+    return label_prefix(prefix) + text
+
+
+def split_label(text: str) -> tuple[str, str]:
+    """Name with version, and call key, of a label of any prefix."""
+    found = re.fullmatch(_PREFIX.pattern + _LABEL, text)
+    if found is None:
+        raise LabelError(f"label is {text!r}; expected prefix#name@vN:16 hex digits")
+    return found["op"], found["key"]
+
+
+def extract_labels_from_hlo_text(text: str, prefix: str | None = None) -> list[str]:
+    """The labels in the text of a program, each once, in order of appearance.
+
+    Args:
+        text: StableHLO or HLO text.
+        prefix: as in `label`.
+
+    Returns:
+        Labels.
+
+    Example:
+        >>> extract_labels_from_hlo_text('x = "ejkernel_ops#matmul@v1:1a2b3c4d5e6f7081"')
+        ['ejkernel_ops#matmul@v1:1a2b3c4d5e6f7081']
+    """
+    pattern = re.compile(re.escape(label_prefix(prefix)) + _LABEL)
+    return list(dict.fromkeys(m[0] for m in pattern.finditer(text)))
+
+
+def program_text(program: Any) -> str:
+    """The text of a program: a `Lowered`, `Traced`, `Compiled` or `Exported`, or text itself."""
+    if isinstance(program, str):
+        return program
+    if hasattr(program, "mlir_module"):
+        return program.mlir_module()
+    if hasattr(program, "lower") and not hasattr(program, "compile"):
+        program = program.lower()
+    if hasattr(program, "as_text"):
+        return program.as_text()
+    if hasattr(program, "lowered"):  # wrappers around a Lowered, such as Flax's
+        return program_text(program.lowered)
+    raise LabelError(f"program is a {type(program).__name__}; expected a Lowered, Traced, Compiled, Exported or text")
+
+
+def find_labels_in_lowered(lowered: Any, prefix: str | None = None) -> list[str]:
+    """The labels in a lowered program, each once, in order of appearance.
+
+    Args:
+        lowered: what `jax.jit(f).lower(...)`, `.trace(...)` or `.compile()` returns, or text.
+        prefix: as in `label`.
+
+    Returns:
+        Labels.
+
+    Raises:
+        LabelError: not a program.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from ejkernel_ops import linear
+        >>> lowered = jax.jit(linear).lower(jnp.ones((2, 3)), jnp.ones((3, 4)))
+        >>> len(find_labels_in_lowered(lowered))
+        1
+    """
+    return extract_labels_from_hlo_text(program_text(lowered), prefix)
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSite:
+    """One labelled op of a program, with how often it is called and run.
+
+    Args:
+        label: the label.
+        calls: how often its function is called in the program text.
+        executions: the same times the lengths of the loops around it, where they are known.
+        config: the config that was used, as text.
+        path: the module path, if it was asked for.
+    """
+
+    label: str
+    calls: int
+    executions: int
+    config: str = ""
+    path: str = ""
+
+
+_FUNCTION = re.compile(r"^\s*func\.func .*?@(\"[^\"]+\"|[\w.$-]+)")
+_CALL = re.compile(r"\bcall @(\"[^\"]+\"|[\w.$-]+)")
+_ATTRIBUTE = re.compile(r'ejkernel_(call|cfg|path) = "((?:[^"\\]|\\.)*)"')
+_CONSTANT = re.compile(r"^\s*(%\w+) = stablehlo\.constant dense<(\d+)> : tensor<i(?:32|64)>")
+_COMPARE = re.compile(r"stablehlo\.compare\s+LT, (%\w+), (%\w+)")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+def call_sites(program: Any, prefix: str | None = None) -> list[CallSite]:
+    """The labelled calls of a program (not of a compiled one, whose functions are gone), counted.
+
+    Args:
+        program: a `Lowered`, `Traced`, `Exported`, or StableHLO text.
+        prefix: as in `label`.
+
+    Returns:
+        One entry for each labelled op in a function's text.
+    """
+    functions = dict(_functions(program_text(program), label_prefix(prefix)))
+    totals: dict[str, tuple[int, int]] = {}
+
+    def total(name: str) -> tuple[int, int]:
+        if name not in totals:
+            totals[name] = (1, 1) if name == "main" else (0, 0)
+            for caller, (_, called) in functions.items():
+                for times in called.get(name, ()):
+                    calls, runs = total(caller)
+                    totals[name] = (totals[name][0] + calls, totals[name][1] + runs * times)
+        return totals[name]
+
+    sites = []
+    for name, (marks, _) in functions.items():
+        calls, runs = total(name)
+        for mark, times in marks:
+            if calls:
+                sites.append(CallSite(mark["call"], calls, runs * times, mark.get("cfg", ""), mark.get("path", "")))
+    return sites
+
+
+def count_labels(program: Any, prefix: str | None = None) -> Counter[str]:
+    """How often each labelled call occurs in a lowered program."""
+    counts: Counter[str] = Counter()
+    for site in call_sites(program, prefix):
+        counts[site.label] += site.calls
+    return counts
+
+
+def _functions(text: str, prefix: str) -> Iterator[tuple[str, tuple[list, dict[str, list[int]]]]]:
+    """Each function's labelled ops and calls, with the product of the loop lengths around them."""
+    name, marks, called = "", [], {}
+    depth, loops, constants, trip = 0, [], {}, 1  # loops: (depth of the loop's body, its length)
+    for line in text.splitlines():
+        if found := _FUNCTION.match(line):
+            if name:
+                yield name, (marks, called)
+            name, marks, called, loops, constants = found[1].strip('"'), [], {}, [], {}
+        plain = _QUOTED.sub("", line) if '"' in line else line
+        if found := _CONSTANT.match(line):
+            constants[found[1]] = int(found[2])
+        elif "stablehlo.compare" in line and (found := _COMPARE.search(line)):
+            trip = constants.get(found[2], 1)
+        times = 1
+        for _, length in loops:
+            times *= length
+        if "ejkernel_call" in line:
+            mark = {kind: _unescape(value) for kind, value in _ATTRIBUTE.findall(line)}
+            if mark.get("call", "").startswith(prefix):
+                marks.append((mark, times))
+        if found := _CALL.search(plain if '@"' not in line else line):
+            called.setdefault(found[1].strip('"'), []).append(times)
+        if plain.strip() == "} do {":
+            loops.append((depth, trip))
+            trip = 1
+            continue
+        depth += plain.count("{") - plain.count("}")
+        if loops and depth < loops[-1][0]:
+            loops.pop()
+    if name:
+        yield name, (marks, called)
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\([0-9A-F]{2}|.)", lambda m: chr(int(m[1], 16)) if len(m[1]) == 2 else m[1], text)
+
+
+def labels_to_configs(lowered: Any, selector: Any = None) -> list[tuple[str, Any]]:
+    """The stored config of each label of a program: memory first, then disk.
+
+    Args:
+        lowered: a program (see `find_labels_in_lowered`) or a list of labels.
+        selector: whose caches; default the default selector's.
+
+    Returns:
+        `(label, config)` pairs, `None` where nothing is stored.
+
+    Example:
+        >>> labels_to_configs(["ejkernel_ops#linear@v1:0123456789abcdef"])
+        [('ejkernel_ops#linear@v1:0123456789abcdef', None)]
+    """
+    from ..config.cache import Key
+    from ..config.selection import default_selector
+    from .fingerprint import device_fingerprint
+
+    selector = default_selector() if selector is None else selector
+    is_list = isinstance(lowered, Iterable) and not isinstance(lowered, str)
+    labels = list(lowered) if is_list else find_labels_in_lowered(lowered)
+    pairs = []
+    for text in labels:
+        key = Key(device_fingerprint(), *split_label(text))
+        cfg = selector.cache.get(key)
+        if cfg is None and selector.persistent is not None:
+            cfg = selector.persistent.get(key)
+        pairs.append((text, cfg))
+    return pairs

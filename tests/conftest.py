@@ -1,0 +1,32 @@
+"""Every test runs on four CPU devices, with caches in a folder of its own and nothing left behind."""
+
+import os
+import tempfile
+
+_CACHE = tempfile.TemporaryDirectory(prefix="ejkernel-tests-")
+os.environ["EJKERNEL_CACHE_DIR"] = _CACHE.name
+if os.environ.get("EJKERNEL_TEST_GPU") != "1":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+
+import pytest
+
+import ejkernel_ops
+
+
+@pytest.fixture(autouse=True)
+def own_selector():
+    """A default selector without memory of other tests."""
+    before = ejkernel_ops.set_default_selector(ejkernel_ops.ConfigSelectorChain())
+    yield
+    ejkernel_ops.set_default_selector(before)
+
+
+def pytest_collection_modifyitems(config, items):
+    """GPU tests run where `EJKERNEL_TEST_GPU=1` says that there is one."""
+    if os.environ.get("EJKERNEL_TEST_GPU") == "1":
+        return
+    skip = pytest.mark.skip(reason="needs a GPU: set EJKERNEL_TEST_GPU=1")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
