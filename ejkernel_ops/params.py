@@ -17,8 +17,7 @@ def _check(params: FwdParams | BwdParams) -> None:
             continue
         if type(value) is not int or not 1 <= value <= limit:
             raise ConfigError(
-                f"{type(params).__name__}.{field.name} is {value!r}; expected None or an int in "
-                f"[1, {limit}]"
+                f"{type(params).__name__}.{field.name} is {value!r}; expected None or an int in [1, {limit}]"
             )
 
 

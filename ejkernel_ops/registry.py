@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections import OrderedDict
@@ -9,6 +10,7 @@ from typing import Any
 
 from .config.cache import Key
 from .core.invocation import Invocation
+from .core.snapshot import Snapshot
 from .errors import ConfigError
 from .utils.fingerprint import device_fingerprint
 
@@ -29,6 +31,8 @@ def record(inv: Invocation) -> None:
     """Keeps a call that was lowered, unless `EJKERNEL_OPS_RECORD=0`."""
     if not _recording():
         return
+    if inv.call is not None:  # overlays of the moment are no part of what was called
+        inv.call = dataclasses.replace(inv.call, snapshot=Snapshot(), explicit=())
     _keep(Key(inv.device_fingerprint, inv.op_id_v, inv.call_key), inv)
 
 

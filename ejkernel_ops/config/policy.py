@@ -63,7 +63,9 @@ class policy_override(Reentrant):  # noqa: N801 - documented as a function
         for name in fields:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
-                raise ConfigError(f"unknown policy field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {known}"))
+                raise ConfigError(
+                    f"unknown policy field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {known}")
+                )
         AutotunePolicy(**fields)  # refuses bad values before anything changes
         uid = None if selector is None else _uid(selector)
         self.changes = tuple((uid, name, value) for name, value in sorted(fields.items()))

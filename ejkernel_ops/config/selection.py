@@ -11,6 +11,7 @@ import jax
 
 from ..core.snapshot import Snapshot, current, next_uid
 from ..errors import ConfigError
+from ..execution.measure import inside_trace
 from .cache import ConfigCache, Key, count_write, generation
 from .choice import Choice, combine
 from .persistent import PersistentCache
@@ -124,8 +125,7 @@ class ConfigSelectorChain:
         if policy.mode != "off":
             yield "overlay", snapshot.overlay.get(key)
         if policy.mode in ("auto", "cached"):
-            yield "memory", self.cache.get(key)
-            yield "disk", self._from_disk(inv, key)
+            yield from self.stored(inv, key)
             if policy.mode == "auto" and policy.tune_on_call:
                 yield "tuned", self._tune_now(inv, key)
         if policy.mode == "pinned":
@@ -134,6 +134,11 @@ class ConfigSelectorChain:
             )
         yield "heuristic", lambda backend: heuristic(inv, backend)
 
+    def stored(self, inv: Any, key: Key) -> Iterator[tuple[str, Any]]:
+        """What memory and disk hold for a call, as `(tier, config or None)`."""
+        yield "memory", self.cache.get(key)
+        yield "disk", self._from_disk(inv, key)
+
     def _from_disk(self, inv: Any, key: Key) -> Any:
         if self.persistent is None or jax.process_count() > 1:  # disks of several hosts differ
             return None
@@ -141,8 +146,10 @@ class ConfigSelectorChain:
         return cfg if cfg is not None and is_legal(inv, cfg) else None
 
     def _tune_now(self, inv: Any, key: Key) -> Any:
-        if not jax.core.trace_state_clean() or jax.process_count() > 1:
-            self.emit("untuned", op_id_v=inv.op_id_v, call_key=inv.call_key, reason="inside a trace or several processes")
+        if inside_trace() or jax.process_count() > 1:
+            self.emit(
+                "untuned", op_id_v=inv.op_id_v, call_key=inv.call_key, reason="inside a trace or several processes"
+            )
             return None
         cfg = self.tuner.tune(inv, on_event=self.emit).cfg
         self.store(key, cfg)

@@ -101,6 +101,7 @@ class Call:
         bound = self.arguments([_local(x) for x in operands])
         inv = Invocation(self.kernel, bound.args, bound.kwargs, needs=self.needs_tree, platform=platform)
         inv.override_cfg = dict(self.explicit).get(self.kernel.op_id)
+        inv.call = self
         return inv
 
 

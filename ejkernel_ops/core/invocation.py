@@ -73,6 +73,7 @@ class Invocation:
         self.kernel, self.arguments, self.metadata = kernel, bound.arguments, metadata
         self.args, self.kwargs = bound.args, bound.kwargs
         self.needs, self.override_cfg, self.batch_axes, self.platform = needs, override_cfg, batch_axes, platform
+        self.call: Any = None  # the static part of the framework's own calls: what tuning runs
 
     @property
     def op_id(self) -> str:

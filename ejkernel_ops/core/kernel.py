@@ -74,7 +74,6 @@ class Kernel(Generic[Cfg, Out]):
     version: str = "1"
     config_cls: ClassVar[type | None] = None
     backward: ClassVar[Kernel | None] = None
-    tune_with_backward: ClassVar[bool] = False
     rows: ClassVar[tuple[bool | str, ...] | None] = None
     out_rows: ClassVar[tuple[bool | str, ...] | None] = None
     fields: ClassVar[dict[str, tuple[str, ...]] | None] = None

@@ -34,7 +34,9 @@ def philox(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array]) -> 
     return c0, c1, c2, c3
 
 
-def keep_bits(seed: jax.Array, heads: jax.Array, rows: jax.Array, start: jax.Array, count: int, rate: float) -> jax.Array:
+def keep_bits(
+    seed: jax.Array, heads: jax.Array, rows: jax.Array, start: jax.Array, count: int, rate: float
+) -> jax.Array:
     """Which probabilities of a block are kept.
 
     Four keys share one Philox call: its words go to keys `4 i` to `4 i + 3`.

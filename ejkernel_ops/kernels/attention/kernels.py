@@ -80,7 +80,17 @@ class AttentionBackward(Kernel):
             for a, fill in ((lse, -jnp.inf), (dlse, 0.0))
         )
         dq, dk, dv, dbias, dsinks = xla.backward(
-            x, parts[0], lse, parts[1], dlse, xla.Statics(**statics), wanted, query.shape[1], key.shape[1], block_q, block_kv
+            x,
+            parts[0],
+            lse,
+            parts[1],
+            dlse,
+            xla.Statics(**statics),
+            wanted,
+            query.shape[1],
+            key.shape[1],
+            block_q,
+            block_kv,
         )
         dq = None if dq is None else _from_queries(dq, query.shape)
         dk, dv = (None if g is None else _from_keys(g, a.shape) for g, a in ((dk, key), (dv, value)))
@@ -227,7 +237,9 @@ def attention_inputs(inv: Invocation, rng: np.random.Generator):
         if name == "mask":
             yield jnp.ones(like.shape, bool)
         elif name in ("q_segment_ids", "kv_segment_ids"):
-            yield jnp.broadcast_to(jnp.arange(like.shape[1]) * 4 // max(like.shape[1], 1), like.shape).astype(like.dtype)
+            yield jnp.broadcast_to(jnp.arange(like.shape[1]) * 4 // max(like.shape[1], 1), like.shape).astype(
+                like.dtype
+            )
         elif name == "kv_lengths":
             yield jnp.full(like.shape, kv_len, like.dtype)
         elif name == "q_offset":

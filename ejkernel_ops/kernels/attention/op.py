@@ -109,7 +109,9 @@ def flash_attention(
     _check_tile("bias", bias, shape, key.shape[2])
     _check_tile("mask", mask, shape, key.shape[2])
     if mask is not None and jnp.result_type(mask) != jnp.bool_:
-        raise TypeError(f"mask is {jnp.result_type(mask)}; expected bool (True: may be seen); pass additive ones as bias=")
+        raise TypeError(
+            f"mask is {jnp.result_type(mask)}; expected bool (True: may be seen); pass additive ones as bias="
+        )
     if bias is not None and not jnp.issubdtype(jnp.result_type(bias), jnp.floating):
         raise TypeError(f"bias is {jnp.result_type(bias)}; expected a float type; pass bool ones as mask=")
     scale, query = _scale(softmax_scale, query, head_dim)
@@ -169,7 +171,9 @@ def _check_tile(name: str, x: Any, shape: tuple[int, ...], kv_heads: int) -> Non
         hint = "; for one row of keys per example reshape it to (batch, 1, 1, kv_len)"
     elif len(full) == 4 and full[1] == kv_heads:
         hint = "; give one for each query head, not for each key head"
-    raise ValueError(f"{name} has shape {given}, which does not broadcast to (batch, num_heads, q_len, kv_len) = {shape}{hint}")
+    raise ValueError(
+        f"{name} has shape {given}, which does not broadcast to (batch, num_heads, q_len, kv_len) = {shape}{hint}"
+    )
 
 
 def _four(x: Any) -> Any:

@@ -83,7 +83,10 @@ class Blocks:
         cols = np.arange(-(-self.kv_len // self.block_kv))[None, :] * self.block_kv
         seen = np.ones((rows.shape[0], cols.shape[1]), bool)
         if self.s.static_offset is not None:
-            first, last = rows + self.s.static_offset, np.minimum(rows + self.block_q, self.q_len) - 1 + self.s.static_offset
+            first, last = (
+                rows + self.s.static_offset,
+                np.minimum(rows + self.block_q, self.q_len) - 1 + self.s.static_offset,
+            )
             if self.s.causal:
                 seen &= cols <= last
             if self.s.sliding_window is not None:

@@ -86,14 +86,30 @@ class LinearBackward(Kernel):
         return [random_array(rng, leaf) for leaf in inv.operands]
 
     def run_xla(
-        self, x, weight, bias, out, preact, dout, dpreact, *, cfg, needs, activation, weight_layout, out_dtype, precision
+        self,
+        x,
+        weight,
+        bias,
+        out,
+        preact,
+        dout,
+        dpreact,
+        *,
+        cfg,
+        needs,
+        activation,
+        weight_layout,
+        out_dtype,
+        precision,
     ):
         """Chunks of rows: the activation's derivative and three products while a chunk is in the caches."""
         need_x, need_w, need_b = (bool(n) for n in needs)
         dtype, out_axis = _accumulate(x, weight), _out_axis(weight_layout)
 
         def gradients(x, preact, dout, dpreact):
-            grad = jnp.zeros(preact.shape if dout is None else dout.shape, dtype) if dout is None else dout.astype(dtype)
+            grad = (
+                jnp.zeros(preact.shape if dout is None else dout.shape, dtype) if dout is None else dout.astype(dtype)
+            )
             if activation is not None:
                 grad = grad * derivative(activation, preact.astype(dtype))
             if dpreact is not None:
@@ -144,7 +160,9 @@ class LinearForward(Kernel):
         out = product(x, weight, weight_layout, None, None).astype(out_dtype)
         return out, None if activation is None else out
 
-    def run_xla(self, x, weight, bias=None, *, cfg, activation=None, weight_layout="io", out_dtype=None, precision=None):
+    def run_xla(
+        self, x, weight, bias=None, *, cfg, activation=None, weight_layout="io", out_dtype=None, precision=None
+    ):
         """Chunks of rows: product, bias and activation while a chunk is in the caches."""
         dtype, out_dtype = _accumulate(x, weight), jnp.result_type(x, weight) if out_dtype is None else out_dtype
 
@@ -178,7 +196,9 @@ def _over_rows(fn: Any, arrays: list[Any], size: int, *, summed: bool) -> tuple[
         return jax.tree.map(jnp.add, total, part), joined
 
     start = jax.eval_shape(lambda *c: fn(*c)[1], *[None if c is None else c[0] for c in chunks])
-    zeros = jax.tree.map(lambda t: equally_varying([jnp.zeros(t.shape, t.dtype)], *[a for a in arrays if a is not None])[0], start)
+    zeros = jax.tree.map(
+        lambda t: equally_varying([jnp.zeros(t.shape, t.dtype)], *[a for a in arrays if a is not None])[0], start
+    )
     total, joined = jax.lax.scan(step, zeros, chunks)
     joined = jax.tree.map(lambda a: a.reshape(whole, *a.shape[2:]), joined)
     if tail is not None:

@@ -1,0 +1,103 @@
+"""The numbers gate: a candidate may win only if it computes what XLA computes in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..config.selection import heuristic
+from ..core.call import Call, make_call
+from ..core.invocation import Invocation
+from ..core.primitive import execute
+from ..core.snapshot import Snapshot
+
+# The slack beside the error of the plain path: another order of float32 sums, relative to the output's size.
+_MAX_SLACK = 64 * np.finfo(np.float32).eps
+_RMS_SLACK = 16 * np.finfo(np.float32).eps
+
+
+def call_of(inv: Invocation) -> Call:
+    """The static part of a recorded call, or of one made by hand."""
+    if inv.call is not None:
+        return inv.call
+    return make_call(inv.kernel, inv.args, inv.kwargs, (), Snapshot(), 0)[0]
+
+
+def compiled(inv: Invocation, cfg: Any, inputs: Sequence[Any]) -> Callable[[], list[Any]]:
+    """A call with a given config, compiled for given operands and bound to them."""
+    call = call_of(inv)
+    program = jax.jit(lambda *operands: execute(call, cfg, operands, inv.platform)).lower(*inputs).compile()
+    return lambda: program(*inputs)
+
+
+def _widened(call: Call) -> Call:
+    """The call with exact products, where it has such an argument."""
+    if "precision" not in call.names:
+        return call
+    values = dict(zip(call.names, jax.tree.unflatten(call.treedef, call.leaves))) | {"precision": "highest"}
+    leaves, treedef = jax.tree.flatten(tuple(values.values()))
+    return dataclasses.replace(call, leaves=tuple(leaves), treedef=treedef)
+
+
+def float32(x: Any) -> Any:
+    """A float array of fewer bits as float32."""
+    small = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return x.astype(jnp.float32) if small else x
+
+
+class Reference:
+    """What a call should compute for given operands, and how far a plain computation is off.
+
+    Args:
+        inv: the call.
+        inputs: its operands.
+    """
+
+    def __init__(self, inv: Invocation, inputs: Sequence[Any]):
+        backend = "xla" if "xla" in inv.kernel.backends else None
+        cfg = heuristic(inv, backend)
+        wide = _widened(call_of(inv))
+        exact = jax.jit(lambda *operands: execute(wide, cfg, operands, inv.platform))
+        self.exact = [_numpy(x) for x in exact(*map(float32, inputs))]
+        self.plain = [_numpy(x) for x in compiled(inv, cfg, inputs)()]
+
+    def fault(self, outs: Sequence[Any]) -> str | None:
+        """Why outputs are wrong; `None` where they are right."""
+        for index, (out, exact, plain) in enumerate(zip(outs, self.exact, self.plain)):
+            if reason := _fault(_numpy(out), exact, plain):
+                return f"output {index}: {reason}"
+        return None
+
+
+def _numpy(x: Any) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x)
+
+
+def _error(x: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """Absolute differences; equal infinities and equal NaNs differ by 0, unequal ones by infinity."""
+    same = (x == exact) | (np.isnan(x) & np.isnan(exact))
+    finite = np.isfinite(x) & np.isfinite(exact)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.where(same, 0.0, np.where(finite, np.abs(x.astype(np.float64) - exact), np.inf))
+
+
+def _fault(out: np.ndarray, exact: np.ndarray, plain: np.ndarray) -> str | None:
+    if out.shape != exact.shape:
+        return f"shape {out.shape}, expected {exact.shape}"
+    if not np.issubdtype(exact.dtype, np.floating):
+        return None if np.array_equal(out, exact) else "integers differ"
+    if out.size == 0:
+        return None
+    error, allowed = _error(out, exact), _error(plain, exact)
+    size = np.abs(np.where(np.isfinite(exact), exact, 0.0))
+    worst, limit = error.max(), 2 * allowed.max() + _MAX_SLACK * size.max()
+    if not worst <= limit:
+        return f"largest error {worst:.3g}, allowed {limit:.3g}"
+    rms = [float(np.sqrt(np.mean(np.square(e)))) for e in (error, allowed, size)]
+    limit = 1.5 * rms[1] + _RMS_SLACK * rms[2]
+    return None if rms[0] <= limit else f"RMS error {rms[0]:.3g}, allowed {limit:.3g}"

@@ -1,0 +1,142 @@
+"""`autotune_lowered`: from a lowered program to its labels, from them to recorded calls, to tuned configs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from ..config.cache import Key
+from ..config.selection import ConfigSelectorChain, default_selector
+from ..core.invocation import Invocation
+from ..errors import EjkernelError, LabelError, UnsupportedError
+from ..registry import find_call, get_invocations
+from ..utils.fingerprint import device_fingerprint
+from ..utils.meta import call_sites, split_label
+from .result import AutotuningResult, Entry
+
+
+def autotune_lowered(selector: Any, lowered: Any = None, *, strict: bool = False, sync: bool = False) -> AutotuningResult:
+    """Tunes every labelled call of a lowered program, forward and backward, each distinct one once.
+
+    It needs `lower()` alone: no weights, no earlier run. Winners go into the selector's caches; a call that
+    they already hold is not tuned again. A call that cannot be tuned does not stop the others.
+
+    Args:
+        selector: whose tuner and caches are used. May be left out: `autotune_lowered(lowered)`.
+        lowered: what `jax.jit(step).lower(...)` returned in this process, or its text.
+        strict: raise where a label cannot be tuned.
+        sync: tune in one process and give all its result; one process only, for now.
+
+    Returns:
+        The configs, to be entered around the program's calls; `result.skipped` names every label that was
+        not tuned, and why.
+
+    Raises:
+        LabelError: no program; with `strict`, a label of a call that was not recorded here.
+        TuningError: with `strict`, a call whose candidates all fail.
+        UnsupportedError: `sync` with several processes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from ejkernel_ops import ConfigSelectorChain, linear
+        >>> lowered = jax.jit(linear).lower(jnp.ones((8, 3)), jnp.ones((3, 4)))
+        >>> len(autotune_lowered(ConfigSelectorChain(), lowered).entries)
+        1
+    """
+    if lowered is None:
+        selector, lowered = default_selector(), selector
+    if sync and jax.process_count() > 1:
+        raise UnsupportedError("sync=True with several processes is not supported yet: tune in one, load its file in all")
+    device, calls, skipped = device_fingerprint(), [], []
+    counts: dict[str, tuple[int, int]] = {}
+    for site in call_sites(lowered):
+        before = counts.get(site.label, (0, 0))
+        counts[site.label] = before[0] + site.calls, before[1] + site.executions
+    for label, (count, executions) in counts.items():
+        key = Key(device, *split_label(label))
+        inv = find_call(key)
+        if inv is not None:
+            calls.append((label, key, inv, count, executions))
+            continue
+        reason = "no such call was recorded in this process on this device"
+        if strict:
+            raise LabelError(f"{label}: {reason}; lower the program here, or load its invocations")
+        skipped.append((label, reason))
+    return _tune(selector, device, calls, skipped, strict)
+
+
+def autotune_recorded(selector: Any = None) -> AutotuningResult:
+    """Tunes every call that was recorded for the current device.
+
+    Args:
+        selector: whose tuner and caches are used, or what `get_invocations()` returned; default the default
+            selector and all recorded calls.
+
+    Returns:
+        As `autotune_lowered`.
+
+    Example:
+        >>> autotune_recorded({}).entries
+        ()
+    """
+    chain = selector if isinstance(selector, ConfigSelectorChain) else default_selector()
+    invocations = selector if isinstance(selector, dict) else get_invocations()
+    device, calls = device_fingerprint(), []
+    for op_id_v, by_key in invocations.items():
+        for call_key, (kernel, args, kwargs) in by_key.items():
+            key = Key(device, op_id_v, call_key)
+            inv = find_call(key) or Invocation(kernel, args, kwargs)
+            calls.append((f"{op_id_v}:{call_key}", key, inv, 1, 1))
+    return _tune(chain, device, calls, [], False)
+
+
+def _tune(
+    selector: ConfigSelectorChain, device: str, calls: list, skipped: list[tuple[str, str]], strict: bool
+) -> AutotuningResult:
+    entries = []
+    selector.emit("tuning_start", total=len(calls))
+    for index, (label, key, inv, count, executions) in enumerate(calls):
+        numbers: dict[str, Any] = {"count": count, "executions": executions, "shapes": operand_shapes(inv)}
+        selector.emit("op_start", op_id_v=inv.op_id_v, shapes=numbers["shapes"], index=index, total=len(calls))
+        try:
+            entry = _stored(selector, key, inv, numbers) or _tuned(selector, key, inv, numbers)
+        except EjkernelError as error:
+            if strict:
+                raise
+            skipped.append((label, str(error)))
+            selector.emit("op_skipped", op_id_v=inv.op_id_v, reason=str(error), index=index, total=len(calls))
+            continue
+        entries.append(entry)
+        selector.emit("op_done", op_id_v=inv.op_id_v, entry=entry, index=index, total=len(calls))
+    return AutotuningResult(device, tuple(entries), skipped=tuple(skipped))
+
+
+def _stored(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: dict[str, Any]) -> Entry | None:
+    for tier, cfg in selector.stored(inv, key):
+        if cfg is not None:
+            return Entry(key.op_id_v, key.call_key, cfg, source=tier, **numbers)
+    return None
+
+
+def _tuned(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: dict[str, Any]) -> Entry:
+    tuned = selector.tuner.tune(inv, on_event=selector.emit)
+    selector.store(key, tuned.cfg)
+    return Entry(
+        key.op_id_v,
+        key.call_key,
+        tuned.cfg,
+        heuristic=tuned.heuristic,
+        heuristic_ms=tuned.heuristic_ms,
+        ms=tuned.ms,
+        trials=tuned.trials,
+        **numbers,
+    )
+
+
+def operand_shapes(inv: Invocation, most: int = 3) -> str:
+    """The first operands of a call, such as `float32[8,128] float32[128,64] ...`."""
+    shapes: Iterable[str] = [f"{x.dtype.name}{list(x.shape)}".replace(" ", "") for x in inv.operands]
+    shapes = list(shapes)
+    return " ".join(shapes[:most]) + (" ..." if len(shapes) > most else "")
