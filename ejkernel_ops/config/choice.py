@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -73,12 +72,19 @@ def combine(inv: Any, tiers: Iterable[tuple[str, Any]]) -> Choice:
         for name, value in leaf_fields(cfg):
             if value is not None and name not in before:
                 sources[name] = tier
-        if all(value is not None for name, value in leaf_fields(cfg) if _is_read(kernel, cfg, name)):
+        if _is_complete(kernel, cfg):
             break
     if cfg is None:
         raise ConfigError(f"no config for {inv!r}: {'; '.join(notes) or 'no tier has one'}. Pass config=")
     _refuse_unread(inv, cfg)
     return Choice(cfg, tuple(sorted(sources.items())), tuple(notes))
+
+
+def _is_complete(kernel: Any, cfg: Any) -> bool:
+    """Whether all that the back end of a config reads is set."""
+    values, backend = dict(leaf_fields(cfg)), getattr(cfg, "backend", None)
+    read = values if kernel.fields is None or backend is None else kernel.fields.get(backend, ())
+    return all(values.get(name) is not None for name in read)
 
 
 def _is_read(kernel: Any, cfg: Any, name: str) -> bool:
@@ -97,7 +103,6 @@ def _refuse_unread(inv: Any, cfg: Any) -> None:
             )
 
 
-@functools.lru_cache(maxsize=4096)
 def describe(choice: Choice) -> str:
     """A choice as one line: `field=value ... | source | notes`."""
     fields = " ".join(f"{n}={v}" if n else str(v) for n, v in leaf_fields(choice.cfg) if v is not None)

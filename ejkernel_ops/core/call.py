@@ -25,6 +25,7 @@ class _Array:
 
 
 ARRAY = _Array()
+_ARRAY_FORM = jax.ShapeDtypeStruct((), bool)  # its text is that of no static value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,14 +59,15 @@ class Call:
 
     @functools.cached_property
     def _identity(self) -> tuple:
+        explicit = stable_json(self.explicit, where="config") if self.explicit else ""  # 1, 1.0 and True differ
         return (
-            self.kernel.op_id_v, self.kernel.state(), self.text, self.treedef, self.kinds, self.explicit,
+            type(self.kernel), self.kernel.op_id_v, self.kernel.state(), self.text, self.treedef, self.kinds, explicit,
             self.snapshot, self.generation, self.needs, self.forward,
         )  # fmt: skip
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.kernel, self.text, self.explicit, self.snapshot, self.generation, self.needs))
+        return hash(self._identity)
 
     def __hash__(self):
         return self._hash
@@ -164,7 +166,7 @@ def make_call(
 def _without_arrays(value: Any) -> Any:
     if type(value) in (bool, int, float, str, type(None)):
         return value
-    return jax.tree.map(lambda x: "array" if is_array(x) else x, value)
+    return jax.tree.map(lambda x: _ARRAY_FORM if is_array(x) else x, value)
 
 
 def _kinds(kernel: Kernel, bound: inspect.BoundArguments) -> tuple:

@@ -79,12 +79,16 @@ def _types(*operands: Any, call: Call) -> list[Any]:
 
 
 def _out_tree(call: Call, operands: Sequence[Any]) -> Any:
-    return _output(call, tuple(map(jax.typeof, operands)), jax.sharding.get_abstract_mesh())[0]
+    return _output(call, tuple(map(jax.typeof, operands)))[0]
+
+
+def _output(call: Call, avals: tuple) -> tuple[Any, list[Any]]:
+    """Structure and types of the output."""
+    return _cached_output(call, avals, jax.sharding.get_abstract_mesh(), bool(jax.config.jax_enable_x64))
 
 
 @functools.lru_cache(maxsize=4096)
-def _output(call: Call, avals: tuple, mesh: Any) -> tuple[Any, list[Any]]:
-    """Structure and types of the output."""
+def _cached_output(call: Call, avals: tuple, mesh: Any, x64: bool) -> tuple[Any, list[Any]]:
     structure = []
 
     def traced(*operands):
@@ -141,7 +145,7 @@ def _on_auto_axes(run: Callable, operands: Sequence[Any], call: Call) -> list[An
     explicit = tuple(a for a, t in zip(mesh.axis_names, kinds) if t == jax.sharding.AxisType.Explicit)
     if not explicit:
         return list(run(*operands))
-    types = _output(call, tuple(map(jax.typeof, operands)), mesh)[1]
+    types = _output(call, tuple(map(jax.typeof, operands)))[1]
     specs = tuple(t.sharding.spec for t in types)
     return list(jax.sharding.auto_axes(lambda *x: tuple(run(*x)), axes=explicit, out_sharding=specs)(*operands))
 
@@ -223,7 +227,7 @@ def _transpose(cotangents, *args, call: Call, live: tuple[bool, ...]):
 
 
 def _batch_kernel(args, dims, *, call: Call):
-    types = _output(call, tuple(_without_axis(x, d) for x, d in zip(args, dims)), jax.sharding.get_abstract_mesh())[1]
+    types = _output(call, tuple(_without_axis(x, d) for x, d in zip(args, dims)))[1]
     out_kinds = _out_kinds(call, len(types))
     return fold_or_loop(functools.partial(kernel_p.bind, call=call), args, dims, call.kinds, out_kinds, types)
 
@@ -251,13 +255,18 @@ def _without_axis(x: Any, dim: int | None) -> Any:
 # The primitives
 
 
-def _primitive(name: str, abstract_eval: Callable, jvp: Callable, batch: Callable) -> Primitive:
+def _primitive(name: str, plain: Callable, abstract_eval: Callable, jvp: Callable, batch: Callable) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
 
     @functools.lru_cache(maxsize=4096)
     def jitted(**params):
-        return jax.jit(functools.partial(primitive.bind, **params))
+        def run(*args):
+            if args and not any(isinstance(x, jax.core.Tracer) for x in args):
+                return plain(*args, **params)  # op by op: for `disable_jit`, and `debug_nans` in search of the culprit
+            return primitive.bind(*args, **params)
+
+        return jax.jit(run)
 
     primitive.def_impl(lambda *args, **params: jitted(**params)(*args))
     primitive.def_abstract_eval(abstract_eval)
@@ -267,15 +276,15 @@ def _primitive(name: str, abstract_eval: Callable, jvp: Callable, batch: Callabl
 
 
 def _kernel_types(*avals, call: Call):
-    return _output(call, avals, jax.sharding.get_abstract_mesh())[1]
+    return _output(call, avals)[1]
 
 
 def _tangent_types(*avals, call: Call, live: tuple[bool, ...]):
     return [out.to_tangent_aval() for out in _split(avals, live)[2] if is_float(out)]
 
 
-kernel_p = _primitive("ejkernel", _kernel_types, _kernel_jvp, _batch_kernel)
-tangent_p = _primitive("ejkernel_tangent", _tangent_types, _tangents_jvp, _batch_tangent)
+kernel_p = _primitive("ejkernel", _run, _kernel_types, _kernel_jvp, _batch_kernel)
+tangent_p = _primitive("ejkernel_tangent", _tangents, _tangent_types, _tangents_jvp, _batch_tangent)
 ad.primitive_transposes[tangent_p] = _transpose
 for _platform in _PLATFORMS:
     _rule = mlir.lower_fun(functools.partial(_lowered, platform=_platform), multiple_results=True)

@@ -168,7 +168,8 @@ class Autotuner:
         medians = {cfg: statistics.median(times) for cfg, times in samples.items()}
         paired = {cfg: statistics.median(a / b for a, b in zip(final[cfg], final[default])) for cfg in last}
         best = min(last, key=lambda cfg: paired[cfg])
-        winner = best if paired[best] < 1 - self.min_gain else default
+        gain = 1 - max(paired[best], medians[best] / medians[default])  # both must say so
+        winner = best if gain > self.min_gain else default
         timed = tuple(
             dataclasses.replace(t, ms=medians[t.cfg], spread=spread(samples[t.cfg])) if t.cfg in runs else t for t in trials
         )

@@ -190,7 +190,8 @@ def _form(obj: Any, where: str) -> Any:  # one branch for each kind of value
     if isinstance(obj, (float, complex)):
         return {"float": repr(obj)} if isinstance(obj, float) else {"complex": repr(obj)}
     if isinstance(obj, jax.ShapeDtypeStruct) or isinstance(obj, jax.core.AbstractValue):
-        return {"array": [np.dtype(obj.dtype).name, list(obj.shape), bool(getattr(obj, "weak_type", False))]}
+        shape = [int(n) if isinstance(n, (int, np.integer)) else str(n) for n in obj.shape]  # text: symbolic ones
+        return {"array": [str(obj.dtype), shape, bool(getattr(obj, "weak_type", False))]}
     if isinstance(obj, np.dtype):
         return {"dtype": obj.name}
     if isinstance(obj, np.generic):
@@ -210,23 +211,19 @@ def _form(obj: Any, where: str) -> Any:  # one branch for each kind of value
     if isinstance(obj, (set, frozenset)):
         return {"set": sorted((_form(x, where) for x in obj), key=lambda x: json.dumps(x, sort_keys=True))}
     if callable(obj):
-        dtype = _as_dtype(obj)  # jnp.float32 and its like are callable objects
-        return {"dtype": dtype.name} if dtype is not None else _callable_form(obj, where)
+        return _callable_form(obj, where)
     raise ConfigError(
         f"{where} is a {type(obj).__module__}.{type(obj).__qualname__}, which has no value-based form; "
         "pass numbers, strings, tuples, dicts, dtypes, functions or frozen dataclasses"
     )
 
 
-def _as_dtype(obj: Any) -> np.dtype | None:
-    if isinstance(obj, type) and not issubclass(obj, np.generic):
-        return None
-    if not isinstance(obj, type) and not hasattr(obj, "dtype"):
-        return None
-    try:
-        return np.dtype(getattr(obj, "dtype", obj))
-    except TypeError:
-        return None
+def _as_dtype(obj: type) -> np.dtype | None:
+    """The dtype that a NumPy or JAX scalar type, such as `jnp.float32`, stands for."""
+    if issubclass(obj, np.generic):
+        return np.dtype(obj)
+    dtype = getattr(obj, "dtype", None)
+    return dtype if isinstance(dtype, np.dtype) and getattr(jax.numpy, dtype.name, None) is obj else None
 
 
 def stable_json(obj: Any, *, where: str = "value") -> str:

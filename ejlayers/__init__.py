@@ -1,0 +1,33 @@
+"""Drop-in layers for JAX models, with kernels that are tuned on your own train step.
+
+`ejlayers.nnx` has the layers for Flax NNX; importing `ejlayers` imports no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .check import check as check
+from .explain import ExplainReport as ExplainReport
+from .explain import explain as explain
+from .rules import set_config as set_config
+from .swap import SwapReport as SwapReport
+from .swap import report as report
+from .swap import swap as swap
+from .tune import tune as tune
+
+if TYPE_CHECKING:
+    from . import nnx as nnx
+
+_FRAMEWORKS = ("nnx",)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FRAMEWORKS:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module 'ejlayers' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_FRAMEWORKS]

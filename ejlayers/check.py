@@ -1,0 +1,92 @@
+"""`check`: how far the results of swapped layers are from the stock ones'."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .frameworks import adapter_of
+from .swap import report
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckReport:
+    """Largest differences between two models.
+
+    Args:
+        output_abs: of the outputs, absolute.
+        output_rel: of the outputs, relative to the largest output.
+        grad_abs: of the gradients of all float parameters and inputs, absolute.
+        grad_rel: of the gradients, each relative to its own largest entry.
+
+    Example:
+        >>> CheckReport(0.0, 0.0, 0.0, 0.0).output_abs
+        0.0
+    """
+
+    output_abs: float
+    output_rel: float
+    grad_abs: float
+    grad_rel: float
+
+    def __str__(self) -> str:
+        return (
+            f"outputs differ by at most {self.output_abs:.3g} ({self.output_rel:.3g} of the largest), "
+            f"gradients by {self.grad_abs:.3g} ({self.grad_rel:.3g})"
+        )
+
+
+def check(model: Any, *inputs: Any, **kwargs: Any) -> CheckReport:
+    """Compares outputs and gradients of a swapped model with those of its stock layers.
+
+    The gradients are those of a fixed random combination of the outputs.
+
+    Args:
+        model: a swapped model; or the original, and the swapped one as the first of `inputs`.
+        *inputs: what the model is called with.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        Largest differences.
+
+    Raises:
+        ConfigError: a model of no known framework.
+
+    Example:
+        >>> from flax import nnx
+        >>> import ejlayers
+        >>> model = ejlayers.swap(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
+        >>> check(model, nnx.Rngs(1).normal((2, 3))).output_abs < 1e-5
+        True
+    """
+    if inputs and adapter_of(model).is_model(inputs[0]):
+        original, model, inputs = model, inputs[0], inputs[1:]
+    else:
+        original = report(model).original()
+    adapter = adapter_of(model)
+    outs, grads = zip(*(adapter.value_and_grads(m, inputs, kwargs, _combination) for m in (original, model)))
+    output, gradient = _difference(*outs), _difference(*grads)
+    return CheckReport(*output, *gradient)
+
+
+def _combination(out: Any) -> Any:
+    """A scalar that depends on every float output."""
+    leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
+    keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
+    parts = [jnp.vdot(jax.random.normal(key, x.shape), x.astype(jnp.float32)) for key, x in zip(keys, leaves)]
+    return sum(parts, jnp.zeros(()))
+
+
+def _difference(first: Any, second: Any) -> tuple[float, float]:
+    """Largest absolute difference of two trees, and largest relative to the largest entry of its leaf."""
+    absolute, relative = 0.0, 0.0
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second)):
+        a, b = (np.asarray(x, dtype=np.float64) for x in (a, b))
+        if a.size:
+            worst = float(np.abs(a - b).max())
+            absolute, relative = max(absolute, worst), max(relative, worst / max(float(np.abs(a).max()), 1e-30))
+    return absolute, relative

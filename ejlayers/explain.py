@@ -1,0 +1,146 @@
+"""`explain`: which kernel, config and source each module's calls have in a lowered step."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ejkernel_ops.config.cache import Key
+from ejkernel_ops.execution.offline import operand_shapes
+from ejkernel_ops.registry import find_call
+from ejkernel_ops.utils.fingerprint import device_fingerprint
+from ejkernel_ops.utils.meta import call_sites, split_label
+
+from .frameworks import adapters
+from .steps import lower
+
+
+@dataclasses.dataclass(frozen=True)
+class CallRow:
+    """One kind of call of one module.
+
+    Args:
+        path: dotted path of the module; empty for a call outside of our layers.
+        op: name and version of the kernel.
+        label: the label in the program.
+        shapes: the first operands.
+        backend: the back end that runs.
+        config: the fields that were used.
+        source: where they came from; `pinned` is the module's own config.
+        note: why a back end or tier was passed over.
+        count: calls in the program.
+        executions: the same times the lengths of the loops around them.
+    """
+
+    path: str
+    op: str
+    label: str
+    shapes: str
+    backend: str
+    config: str
+    source: str
+    note: str
+    count: int
+    executions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainReport:
+    """The labelled calls of a step; prints as a table.
+
+    Args:
+        rows: one for each module path and kind of call.
+
+    Example:
+        >>> ExplainReport(()).to_dict()
+        []
+    """
+
+    rows: tuple[CallRow, ...]
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """The rows as plain data."""
+        return [dataclasses.asdict(row) for row in self.rows]
+
+    def to_markdown(self) -> str:
+        """The rows as a Markdown table."""
+        names = [f.name for f in dataclasses.fields(CallRow)]
+        lines = [names, ["---"] * len(names), *([str(v) for v in dataclasses.astuple(row)] for row in self.rows)]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+    def __str__(self) -> str:
+        table = Table(box=box.SIMPLE)
+        for name in ("module", "op", "operands", "calls", "back end", "config", "source", "note"):
+            table.add_column(name)
+        for r in self.rows:
+            calls = str(r.count) if r.count == r.executions else f"{r.count} (x{r.executions // max(r.count, 1)})"
+            table.add_row(r.path, r.op, r.shapes, calls, r.backend, r.config, r.source, r.note)
+        out = io.StringIO()
+        Console(file=out, width=int(os.environ.get("COLUMNS", 140)), color_system=None).print(table)
+        return out.getvalue().rstrip()
+
+
+def explain(step: Any, *args: Any, **kwargs: Any) -> ExplainReport:
+    """Lowers a step, and says of each labelled call: module, label, shapes, back end, config, source, count.
+
+    Nothing is compiled or run. Module paths are written into a copy of the arguments, so the labels are
+    those of the step itself.
+
+    Args:
+        step: a function, or what `jax.jit`, `nnx.jit` or `eqx.filter_jit` returns.
+        *args: its arguments; `ShapeDtypeStruct`s will do.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        A report.
+
+    Example:
+        >>> from flax import nnx
+        >>> import ejlayers
+        >>> model = ejlayers.swap(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
+        >>> [row.op for row in explain(nnx.jit(lambda model, x: model(x)), model, nnx.Rngs(0).normal((2, 3))).rows]
+        ['linear@v1']
+    """
+    args, kwargs = with_paths((args, kwargs))
+    rows: dict[tuple, CallRow] = {}
+    for site in call_sites(lower(step, args, kwargs)):
+        row = _row(site)
+        key = (row.path, row.label, row.config, row.source)
+        if key in rows:
+            old = rows[key]
+            row = dataclasses.replace(old, count=old.count + row.count, executions=old.executions + row.executions)
+        rows[key] = row
+    return ExplainReport(tuple(rows.values()))
+
+
+def with_paths(tree: Any) -> Any:
+    """A copy of a pytree in which each of our modules knows its path; the copy shares all arrays."""
+    for adapter in adapters():
+        tree = adapter.twin(tree)
+        roots = [path for path, node in adapter.modules(tree) if adapter.is_model(node)]
+        root = min(roots, key=len, default="")
+        for path, module in list(adapter.modules(tree)):
+            if isinstance(module, adapter.OURS):
+                module.pin(path=path.removeprefix(root).strip(".") or type(module).__name__)
+    return tree
+
+
+def _row(site: Any) -> CallRow:
+    op, key = split_label(site.label)
+    inv = find_call(Key(device_fingerprint(), op, key))
+    fields, sources, note = (*(part.strip() for part in site.config.split(" | ")), "", "", "")[:3]
+    given = dict(field.split("=", 1) for field in fields.split() if "=" in field)
+    backend = given.pop("backend", "-")
+    config = " ".join(f"{name}={value}" for name, value in given.items()) or fields.replace(f"backend={backend}", "")
+    tiers = list(dict.fromkeys(part.split(":")[-1] for part in sources.split(",") if part))
+    pinned = ["pinned" if tier == "call" and site.path else tier for tier in tiers]
+    shapes = operand_shapes(inv) if inv is not None else ""
+    return CallRow(
+        site.path, op, site.label, shapes, backend, config, "+".join(pinned), note, site.calls, site.executions
+    )
