@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import os
 from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from ejkernel_ops.config.cache import Key
 from ejkernel_ops.execution.offline import operand_shapes
@@ -75,15 +69,12 @@ class ExplainReport:
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
     def __str__(self) -> str:
-        table = Table(box=box.SIMPLE)
-        for name in ("module", "op", "operands", "calls", "back end", "config", "source", "note"):
-            table.add_column(name)
-        for r in self.rows:
-            calls = str(r.count) if r.count == r.executions else f"{r.count} (x{r.executions // max(r.count, 1)})"
-            table.add_row(r.path, r.op, r.shapes, calls, r.backend, r.config, r.source, r.note)
-        out = io.StringIO()
-        Console(file=out, width=int(os.environ.get("COLUMNS", 140)), color_system=None).print(table)
-        return out.getvalue().rstrip()
+        from ejkernel_ops.utils.text_table import text_table  # rich, which only printing needs
+
+        columns = ("module", "op", "operands", "calls", "back end", "config", "source", "note")
+        calls = [str(r.count) if r.count == r.executions else f"{r.count} (x{r.executions // max(r.count, 1)})" for r in self.rows]
+        rows = [[r.path, r.op, r.shapes, n, r.backend, r.config, r.source, r.note] for r, n in zip(self.rows, calls)]
+        return text_table(columns, rows)
 
 
 def explain(step: Any, *args: Any, **kwargs: Any) -> ExplainReport:

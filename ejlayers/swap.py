@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import os
 import weakref
 from typing import Any, TypeVar
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from ejkernel_ops import ConfigError
 
@@ -71,14 +65,10 @@ class SwapReport:
         return [dataclasses.asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
-        table = Table(box=box.SIMPLE)
-        for name in ("module", "layer", "", "note"):
-            table.add_column(name)
-        for row in self.rows:
-            table.add_row(row.path or "(model)", row.layer, "replaced" if row.replaced else "skipped", row.note)
-        out = io.StringIO()
-        Console(file=out, width=int(os.environ.get("COLUMNS", 120)), color_system=None).print(table)
-        return out.getvalue().rstrip()
+        from ejkernel_ops.utils.text_table import text_table  # rich, which only printing needs
+
+        rows = [[r.path or "(model)", r.layer, "replaced" if r.replaced else "skipped", r.note] for r in self.rows]
+        return text_table(("module", "layer", "", "note"), rows)
 
 
 def _restore(adapter: Any, model: Any) -> None:

@@ -84,17 +84,11 @@ class _WholeStep:
             for op in changed:
                 best = _without(best, op)
             best_ms, dropped = base, changed
+        for key, cfg in best.as_overlay().items():
+            if result.as_overlay()[key] != cfg:
+                self.selector.store(key, cfg)  # so that no later trace finds what was dropped
         notes = tuple(f"dropped: the configs of {op} did not pay in the whole step" for op in dropped)
-        selector_note = self._forget(result, best)
-        return dataclasses.replace(best, step_ms=(base, best_ms), notes=(*best.notes, *notes, *selector_note))
-
-    def _forget(self, result: AutotuningResult, best: AutotuningResult) -> tuple[str, ...]:
-        """Puts the configs that are kept into the selector's caches, over those that were dropped."""
-        kept = best.as_overlay()
-        for key, cfg in result.as_overlay().items():
-            if kept[key] != cfg:
-                self.selector.store(key, kept[key])
-        return ()
+        return dataclasses.replace(best, step_ms=(base, best_ms), notes=(*best.notes, *notes))
 
     def times(self, results: Sequence[AutotuningResult | None]) -> list[float]:
         """Median milliseconds of the step under each result (`None`: heuristics), timed in turns."""

@@ -12,6 +12,7 @@ import jax
 from ..core.snapshot import Snapshot, current, next_uid
 from ..errors import ConfigError
 from ..execution.measure import inside_trace
+from ..utils.fingerprint import stable_json
 from .cache import ConfigCache, Key, count_write, generation
 from .choice import Choice, combine
 from .persistent import PersistentCache
@@ -104,7 +105,8 @@ class ConfigSelectorChain:
 
     def choose_for(self, inv: Any, snapshot: Snapshot, at: int) -> Choice:
         """As `choose`, under a given snapshot; the first answer for the same arguments sticks."""
-        question = (inv.kernel, inv.call_key, inv.platform, inv.override_cfg, snapshot, at, self.policy)
+        explicit = None if inv.override_cfg is None else stable_json(inv.override_cfg, where="config")
+        question = (inv.kernel, inv.call_key, inv.platform, explicit, snapshot, at, self.policy)
         with self._lock:
             if question in self._answers:
                 self._answers.move_to_end(question)
@@ -143,7 +145,7 @@ class ConfigSelectorChain:
         if self.persistent is None or jax.process_count() > 1:  # disks of several hosts differ
             return None
         cfg = self.persistent.get(key)
-        return cfg if cfg is not None and is_legal(inv, cfg) else None
+        return cfg if cfg is not None and why_illegal(inv, cfg) is None else None
 
     def _tune_now(self, inv: Any, key: Key) -> Any:
         if inside_trace() or jax.process_count() > 1:
@@ -172,13 +174,13 @@ def heuristic(inv: Any, backend: str | None = None) -> Any:
     return inv.kernel.variant("heuristic_cfg", backend, inv.platform)(inv)
 
 
-def is_legal(inv: Any, cfg: Any) -> bool:
-    """Whether a stored config may still be used for a call."""
+def why_illegal(inv: Any, cfg: Any) -> str | None:
+    """Why a stored or proposed config may not be used for a call; `None` where it may."""
     kernel = inv.kernel
     if kernel.config_cls is not None and not isinstance(cfg, kernel.config_cls):
-        return False
+        return f"a {type(cfg).__name__}, expected a {kernel.config_cls.__name__}"
     backend = getattr(cfg, "backend", None)
-    return backend is None or kernel.why_not(inv, backend) is None
+    return None if backend is None else kernel.why_not(inv, backend)
 
 
 _default: list[ConfigSelectorChain] = []

@@ -203,26 +203,51 @@ def flatten_gradients(call: Call, gradients: Any) -> list[Any]:
             f"{len(bound.args)} positional arguments of {forward.kernel.op_id} (None where there is none)"
         )
     found: dict[int, Any] = {}
-    pairs = [*zip(bound.args, given), *((bound.kwargs[n], g) for n, g in by_name.items())]
-    for place, gradient in pairs:
-        if gradient is None:
-            continue
-        for index, leaf in zip(jax.tree.leaves(place), jax.tree.leaves(gradient, is_leaf=lambda x: x is None)):
-            found[index] = leaf
+
+    def keep(gradient, place):
+        if gradient is None or place is None:
+            return
+        if not isinstance(place, int):
+            raise ValueError("one array for several")
+        found[place] = gradient
+
+    named = [*zip(_positional_names(bound), bound.args, given), *((n, bound.kwargs.get(n), g) for n, g in by_name.items())]
+    for name, place, gradient in named:
+        try:
+            jax.tree.map(keep, gradient, place, is_leaf=lambda x: x is None)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{call.kernel.op_id_v} returned a gradient for argument {name!r} of {forward.kernel.op_id} that does "
+                f"not have the argument's structure: {error}"
+            ) from None
     return [found.get(i) for i, needed in enumerate(call.needs) if needed]
 
 
+def _positional_names(bound: inspect.BoundArguments) -> list[str]:
+    """A name for each entry of `bound.args`."""
+    names = []
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{name}[{i}]" for i in range(len(value))]
+        elif kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+            names.append(name)
+    return names
+
+
 def backward_call(
-    call: Call, operands: Sequence[Any], outputs: Any, cotangents: Any, live: tuple[bool, ...], out_kinds: tuple
+    call: Call, operands: Sequence[Any], outputs: Any, cotangents: Any, live: tuple[bool, ...], kinds: tuple
 ) -> tuple[Call, list[Any]]:
-    """The call of the backward kernel: operands, outputs, cotangents; keyword arguments as the forward's."""
+    """The call of the backward kernel: operands, outputs, cotangents; keyword arguments as the forward's.
+
+    `kinds` are the row kinds of the output arrays and of the cotangent arrays.
+    """
     kernel, bound = call.kernel.backward, call.arguments(operands)
     assert kernel is not None
     outs = outputs if isinstance(outputs, tuple) else (outputs,)
     cts = cotangents if isinstance(cotangents, tuple) else (cotangents,)
-    given = [kind for kind, ct in zip(out_kinds, jax.tree.leaves(cts, is_leaf=lambda x: x is None)) if ct is not None]
     split = sum(is_array(x) for x in jax.tree.leaves(bound.args))  # keyword arrays come last
-    kinds = (*call.kinds[:split], *out_kinds, *given, *call.kinds[split:])
+    kinds = (*call.kinds[:split], *kinds, *call.kinds[split:])
     return make_call(
         kernel, (*bound.args, *outs, *cts), bound.kwargs, call.explicit, call.snapshot, call.generation,
         forward=call, needs=live, kinds=kinds,
@@ -235,6 +260,7 @@ def gradient_types(call: Call, operands: Sequence[Any]) -> list[Any]:
     assert forward is not None and call.needs is not None
     bound = call.arguments(operands)
     plain = forward.arguments([None] * sum(x is ARRAY for x in forward.leaves))
-    head = bound.args[: len(plain.args)]
-    arrays = [x for x in jax.tree.leaves((head, bound.kwargs)) if is_array(x)]
+    named = {**bound.kwargs, **bound.arguments}
+    values = (*bound.args[: len(plain.args)], *(named[name] for name in plain.kwargs))  # in the forward's order
+    arrays = [x for x in jax.tree.leaves(values) if is_array(x)]
     return [x for x, needed in zip(arrays, call.needs) if needed]

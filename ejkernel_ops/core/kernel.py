@@ -24,7 +24,7 @@ BACKENDS = ("triton", "pallas", "cudnn", "xla")
 _PLATFORMS = ("gpu", "tpu", "cpu")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _VERSION = re.compile(r"[A-Za-z0-9_.-]{1,32}")
-_WHERE = {"triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu",), "xla": _PLATFORMS}
+_WHERE = {"triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu", "gpu"), "xla": _PLATFORMS}
 
 KERNELS: dict[str, Kernel] = {}  # op_id_v -> kernel: what results and cache entries may name
 

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from ..config.choice import choose, describe
 from ..errors import ConfigError, UnsupportedError
 from ..registry import record
-from ..utils.meta import label
+from ..utils.meta import label, scope_name
 from ..utils.varying import equally_varying
 from .batching import fold_or_loop
 from .call import Call, backward_call, flatten_gradients, gradient_types, make_call
@@ -107,14 +107,18 @@ def _cached_output(call: Call, avals: tuple, mesh: Any, x64: bool) -> tuple[Any,
     return structure[0] if structure else None, types
 
 
-def _out_kinds(call: Call, count: int) -> tuple:
-    """The row kind of each output."""
+def _out_kinds(call: Call, tree: Any, count: int) -> tuple:
+    """The row kind of each output array."""
     if call.forward is not None:
         return tuple(k for k, needed in zip(call.forward.kinds, call.needs or ()) if needed)
     kinds = call.kernel.out_rows
     if kinds is None:
         return (None,) * count
-    return kinds if len(kinds) == count else (kinds[0],) * count
+    out = jax.tree.unflatten(tree, range(count))
+    parts = out if isinstance(out, (tuple, list)) else (out,)
+    if len(kinds) != len(parts):
+        raise ConfigError(f"{call.kernel.op_id_v}.out_rows has {len(kinds)} entries for {len(parts)} outputs")
+    return tuple(kind for kind, part in zip(kinds, parts) for _ in jax.tree.leaves(part))
 
 
 # Lowering
@@ -125,10 +129,10 @@ def _lowered(*operands: Any, call: Call, platform: str) -> list[Any]:
     inv = call.invocation(operands, platform)
     choice = choose(inv, call.snapshot, call.generation)
     run = functools.partial(execute, call, choice.cfg, platform=platform)
-    with jax.named_scope(f"{call.kernel.op_id}.v{call.kernel.version}"):
+    text = label(inv.op_id_v, inv.call_key)
+    with jax.named_scope(scope_name(text)):
         outs = _on_auto_axes(lambda *operands: run(operands), operands, call)
     record(inv)
-    text = label(inv.op_id_v, inv.call_key)
     # On values: a context would mark every op inside. The call itself on one op only, so that calls can be counted.
     outs = [set_xla_metadata(out, ejkernel_ops=text) for out in outs]
     if outs:
@@ -215,7 +219,8 @@ def _transpose(cotangents, *args, call: Call, live: tuple[bool, ...]):
     cts = [next(given) if is_float(out) else None for out in outs]
     cts = [None if ct is None or (lazy and type(ct) is ad.Zero) else ad.instantiate_zeros(ct) for ct in cts]
     tree = _out_tree(call, operands)
-    kinds = _out_kinds(call, len(outs))
+    kinds = _out_kinds(call, tree, len(outs))
+    kinds += tuple(kind for kind, ct in zip(kinds, cts) if ct is not None)
     back, arrays = backward_call(
         call, operands, jax.tree.unflatten(tree, outs), jax.tree.unflatten(tree, cts), needs, kinds
     )
@@ -227,20 +232,21 @@ def _transpose(cotangents, *args, call: Call, live: tuple[bool, ...]):
 
 
 def _batch_kernel(args, dims, *, call: Call):
-    types = _output(call, tuple(_without_axis(x, d) for x, d in zip(args, dims)))[1]
-    out_kinds = _out_kinds(call, len(types))
+    tree, types = _output(call, tuple(_without_axis(x, d) for x, d in zip(args, dims)))
+    out_kinds = _out_kinds(call, tree, len(types))
     return fold_or_loop(functools.partial(kernel_p.bind, call=call), args, dims, call.kinds, out_kinds, types)
 
 
 def _batch_tangent(args, dims, *, call: Call, live: tuple[bool, ...]):
     _, operands, outs = _split(args, live)
-    out_kinds = _out_kinds(call, len(outs))
+    types = [_without_axis(x, d) for x, d in zip(args, dims)]
+    tree, _ = _output(call, tuple(_split(types, live)[1]))
+    out_kinds = _out_kinds(call, tree, len(outs))
     pairs = {i: n for n, i in enumerate(i for i, alive in enumerate(live) if alive)}  # operand -> its tangent
     groups = [sum(live) + i for i in pairs] + [pairs.get(i, sum(live) + i) for i in range(len(operands))]
     groups += range(len(groups), len(args))
     kinds = (*(call.kinds[i] for i in pairs), *call.kinds, *out_kinds)
-    types = [_without_axis(x, d) for x, d in zip(args, dims)][-len(outs) :]
-    floats = [(k, t) for k, t in zip(out_kinds, types) if is_float(t)]
+    floats = [(k, t) for k, t in zip(out_kinds, _split(types, live)[2]) if is_float(t)]
     bind = functools.partial(tangent_p.bind, call=call, live=live)
     return fold_or_loop(bind, args, dims, kinds, [k for k, _ in floats], [t for _, t in floats], groups)
 

@@ -93,7 +93,7 @@ def overlay_digest(configs: Mapping) -> str:
 
 def with_overlay(snapshot: Snapshot, configs: Mapping, digest: str) -> Snapshot:
     """The snapshot with `configs` on top; the same snapshot where they change nothing."""
-    if all(key in snapshot.overlay and snapshot.overlay[key] == cfg for key, cfg in configs.items()):
+    if not configs or digest == snapshot.overlay_digest:
         return snapshot
     if not snapshot.overlay:
         return dataclasses.replace(snapshot, overlay=MappingProxyType(dict(configs)), overlay_digest=digest)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import io
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -13,10 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from ..config.cache import Key
 from ..config.schema import from_plain, leaf_fields, parse_json, to_json
 from ..core.kernel import find_kernel
@@ -257,26 +252,13 @@ class AutotuningResult(Reentrant):
     # Text
 
     def __str__(self) -> str:
-        out = io.StringIO()
-        console = Console(file=out, width=int(os.environ.get("COLUMNS", 140)), color_system=None)
-        console.print(self.table())
-        for line in self._footer():
-            console.print(line, highlight=False, markup=False)
-        return out.getvalue().rstrip()
+        from ..utils.text_table import text_table  # rich, which only printing needs
 
-    def table(self) -> Table:
-        """A `rich` table: one row for each call."""
-        table = Table(box=box.SIMPLE, title=f"tuned for {self.device}", title_justify="left")
-        for name in ("op", "operands", "calls", "back end", "config", "heuristic ms", "chosen ms", "gain", "source"):
-            table.add_column(name, justify="right" if name in ("calls", "heuristic ms", "chosen ms", "gain") else "left")
-        for e in sorted(self.entries, key=lambda e: -(e.heuristic_ms or 0.0) * e.executions):
-            fields = " ".join(f"{n.split('.')[-1]}={v}" for n, v in leaf_fields(e.cfg) if v is not None and n != "backend")
-            calls = str(e.count) if e.executions == e.count else f"{e.count} (x{e.executions // max(e.count, 1)})"
-            kept = "" if e.heuristic is None or e.cfg != e.heuristic else " (heuristic)"
-            backend = getattr(e.cfg, "backend", None) or "-"
-            times = [_number(e.heuristic_ms), _number(e.ms), f"{e.gain:.2f}x" if e.gain else "-"]
-            table.add_row(e.op_id_v, e.shapes, calls, backend, fields, *times, e.source + kept)
-        return table
+        columns = ("op", "operands", "calls", "back end", "config", "heuristic ms", "chosen ms", "gain", "source")
+        entries = sorted(self.entries, key=lambda e: -(e.heuristic_ms or 0.0) * e.executions)
+        right = ("calls", "heuristic ms", "chosen ms", "gain")
+        table = text_table(columns, map(_cells, entries), title=f"tuned for {self.device}", right=right)
+        return "\n".join([table, *self._footer()])
 
     def _footer(self) -> Iterable[str]:
         if self.step_ms is not None:
@@ -286,6 +268,15 @@ class AutotuningResult(Reentrant):
             yield f"not tuned: {label}: {reason}"
         yield from self.notes
         yield f"digest {self.digest[:16]}  " + "  ".join(f"{name} {version}" for name, version in self.versions.items())
+
+
+def _cells(e: Entry) -> list[str]:
+    """An entry as a row of text."""
+    fields = [f"{name.split('.')[-1]}={value}" for name, value in leaf_fields(e.cfg) if value is not None and name != "backend"]
+    calls = str(e.count) if e.executions == e.count else f"{e.count} (x{e.executions // max(e.count, 1)})"
+    kept = "" if e.heuristic is None or e.cfg != e.heuristic else " (heuristic)"
+    times = [_number(e.heuristic_ms), _number(e.ms), f"{e.gain:.2f}x" if e.gain else "-"]
+    return [e.op_id_v, e.shapes, calls, getattr(e.cfg, "backend", None) or "-", " ".join(fields), *times, e.source + kept]
 
 
 def _number(ms: float | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..config.selection import heuristic, is_legal
+from ..config.selection import heuristic, why_illegal
 from ..core.call import explicit_pairs
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
@@ -146,8 +146,8 @@ class Autotuner:
 
     def _prepare(self, inv: Invocation, cfg: Any, inputs: Sequence[Any], reference: Reference) -> tuple[Trial, Any]:
         """Compiles and checks one candidate. Whatever goes wrong with it is a reason, not an error."""
-        if not is_legal(inv, cfg):
-            return Trial(cfg, "illegal", reason="its back end cannot do this call"), None
+        if (reason := why_illegal(inv, cfg)) is not None:
+            return Trial(cfg, "illegal", reason=reason), None
         try:
             run = compiled(inv, cfg, inputs)
             for _ in range(self.num_warmup):

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
+import jax
+
 from ..core.kernel import BACKENDS
 from ..errors import ConfigError
 from ..params import BwdParams, FwdParams
+
+_PRECISIONS = ("default", "high", "highest", "fastest", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,13 +68,20 @@ def explicit_config(config_type: type[C], config: Any, cfg: Any, backend: str | 
 
 
 def canonical_precision(precision: Any) -> Any:
-    """The precision of products as static text: what is asked for, else JAX's default of this moment."""
-    import jax
+    """The precision of products as static text: what is asked for, else JAX's default of this moment.
 
+    Raises:
+        ValueError: not a precision.
+    """
     if precision is None:
         precision = jax.config.jax_default_matmul_precision
-    if precision is None or isinstance(precision, str):
+    if precision is None or precision in _PRECISIONS or precision in jax.lax.DotAlgorithmPreset.__members__:
         return precision
-    if isinstance(precision, (tuple, list)):
+    if isinstance(precision, (jax.lax.Precision, jax.lax.DotAlgorithmPreset)):
+        return precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision.name
+    if isinstance(precision, (tuple, list)) and len(precision) == 2:
         return tuple(map(canonical_precision, precision))
-    return getattr(precision, "name", str(precision)).lower()
+    raise ValueError(
+        f"precision is {precision!r}; expected a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, a name of one, "
+        f"a pair of them or None; names: {', '.join(_PRECISIONS)}"
+    )

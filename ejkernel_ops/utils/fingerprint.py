@@ -142,6 +142,8 @@ def _code_digest(code: types.CodeType) -> str:
     def const(value):
         if isinstance(value, frozenset):  # its order depends on the hash seed of the process
             return sorted(map(repr, value))
+        if isinstance(value, tuple):
+            return [const(part) for part in value]
         return _code_digest(value) if isinstance(value, types.CodeType) else repr(value)
 
     consts = [const(value) for value in code.co_consts]
@@ -168,7 +170,9 @@ def _callable_form(fn: Any, where: str) -> Any:
     if isinstance(fn, types.FunctionType):
         cells = [c.cell_contents for c in fn.__closure__ or ()]
         parts = [cells, list(fn.__defaults__ or ()), fn.__kwdefaults__ or {}]
-        return {"function": name, "code": _code_digest(fn.__code__), "values": _form(parts, where)}
+        # The module tells the globals apart that functions of the same text use.
+        names = [name, fn.__module__]
+        return {"function": names, "code": _code_digest(fn.__code__), "values": _form(parts, where)}
     if name is not None:
         return {"object": name}
     if isinstance(fn, types.MethodType):
@@ -221,7 +225,10 @@ def _form(obj: Any, where: str) -> Any:  # one branch for each kind of value
 def _as_dtype(obj: type) -> np.dtype | None:
     """The dtype that a NumPy or JAX scalar type, such as `jnp.float32`, stands for."""
     if issubclass(obj, np.generic):
-        return np.dtype(obj)
+        try:
+            return np.dtype(obj)
+        except TypeError:  # an abstract one, such as `np.floating`
+            return None
     dtype = getattr(obj, "dtype", None)
     return dtype if isinstance(dtype, np.dtype) and getattr(jax.numpy, dtype.name, None) is obj else None
 

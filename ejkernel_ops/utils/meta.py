@@ -13,6 +13,7 @@ from ..errors import LabelError
 
 LABEL_PREFIXES = ("ejkernel_ops#",)
 _LABEL = r"(?P<op>[A-Za-z0-9_.-]{1,64}@v[A-Za-z0-9_.-]{1,32}):(?P<key>[0-9a-f]{16})"
+_LABEL_OR_SCOPE = r"(?P<op>[A-Za-z0-9_.-]{1,64})[@~]v(?P<version>[A-Za-z0-9_.-]{1,32})[:~](?P<key>[0-9a-f]{16})"
 LABEL_RE = re.compile(r"ejkernel_ops#" + _LABEL)
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,63}#")
 
@@ -57,6 +58,15 @@ def split_label(text: str) -> tuple[str, str]:
     return found["op"], found["key"]
 
 
+def scope_name(text: str) -> str:
+    """A label as the name of a scope: XLA cuts those at `@`.
+
+    Attributes are lost where XLA rewrites an op; scopes are on every op of a call, so that a compiled program still
+    shows them.
+    """
+    return text.replace("@", "~").replace(":", "~")
+
+
 def extract_labels_from_hlo_text(text: str, prefix: str | None = None) -> list[str]:
     """The labels in the text of a program, each once, in order of appearance.
 
@@ -71,8 +81,9 @@ def extract_labels_from_hlo_text(text: str, prefix: str | None = None) -> list[s
         >>> extract_labels_from_hlo_text('x = "ejkernel_ops#matmul@v1:1a2b3c4d5e6f7081"')
         ['ejkernel_ops#matmul@v1:1a2b3c4d5e6f7081']
     """
-    pattern = re.compile(re.escape(label_prefix(prefix)) + _LABEL)
-    return list(dict.fromkeys(m[0] for m in pattern.finditer(text)))
+    prefix = label_prefix(prefix)
+    found = re.finditer(re.escape(prefix) + _LABEL_OR_SCOPE, text)
+    return list(dict.fromkeys(f"{prefix}{m['op']}@v{m['version']}:{m['key']}" for m in found))
 
 
 def program_text(program: Any) -> str:

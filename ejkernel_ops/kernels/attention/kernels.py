@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -72,7 +73,8 @@ class AttentionBackward(Kernel):
             query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks, dropout_seed
         )  # fmt: skip
         block_q, block_kv = _blocks(cfg.bwd, query, key)
-        x = arrange(arrays, block_q, block_kv)
+        fixed = xla.Statics(**statics)
+        x = arrange(arrays, fixed, block_q, block_kv)
         pad = (-query.shape[1]) % block_q
         parts = [_queries(a, key.shape[2], pad) for a in (out, dout)]
         lse, dlse = (
@@ -85,7 +87,7 @@ class AttentionBackward(Kernel):
             lse,
             parts[1],
             dlse,
-            xla.Statics(**statics),
+            fixed,
             wanted,
             query.shape[1],
             key.shape[1],
@@ -138,8 +140,9 @@ class AttentionForward(Kernel):
             query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks, dropout_seed
         )  # fmt: skip
         block_q, block_kv = _blocks(cfg.fwd, query, key)
-        x = arrange(arrays, block_q, block_kv)
-        out, lse = xla.forward(x, xla.Statics(**statics), query.shape[1], key.shape[1], block_q, block_kv)
+        fixed = xla.Statics(**statics)
+        x = arrange(arrays, fixed, block_q, block_kv)
+        out, lse = xla.forward(x, fixed, query.shape[1], key.shape[1], block_q, block_kv)
         shape = (*query.shape[:3], value.shape[-1])
         return (
             _from_queries(out, shape).astype(query.dtype),
@@ -151,13 +154,13 @@ def _blocks(params: Any, query: jax.Array, key: jax.Array) -> tuple[int, int]:
     return max(1, min(params.q_blocksize, query.shape[1])), max(1, min(params.kv_blocksize, key.shape[1]))
 
 
-def arrange(arrays: tuple, block_q: int, block_kv: int) -> xla.Operands:
+def arrange(arrays: tuple, statics: xla.Statics, block_q: int, block_kv: int) -> xla.Operands:
     """The arrays with heads first, lengths padded to blocks, and keys that nobody may see zeroed."""
     query, key, value, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed = arrays
     kv_heads, pad_q, pad_kv = key.shape[2], (-query.shape[1]) % block_q, (-key.shape[1]) % block_kv
-    unseen = _unseen_keys(key, mask, kv_ids, kv_lengths)
+    unseen = _unseen_keys(query, key, mask, q_offset, kv_ids, kv_lengths, statics)
     if unseen is not None:  # what they hold, NaN included, must not reach a product
-        key, value = (jnp.where(unseen[:, :, None, None], jnp.zeros_like(a), a) for a in (key, value))
+        key, value = (jnp.where(unseen[..., None], jnp.zeros_like(a), a) for a in (key, value))
 
     def ids(x, pad):
         return None if x is None else jnp.pad(x, ((0, 0), (0, pad)), constant_values=-1)
@@ -177,21 +180,27 @@ def arrange(arrays: tuple, block_q: int, block_kv: int) -> xla.Operands:
     )
 
 
-def _unseen_keys(key: jax.Array, mask: Any, kv_ids: Any, kv_lengths: Any) -> jax.Array | None:
-    """`(batch, kv_len)`: keys that no query of the example may see, as far as arrays say so."""
-    parts = []
+def _unseen_keys(
+    query: jax.Array, key: jax.Array, mask: Any, q_offset: Any, kv_ids: Any, kv_lengths: Any, statics: xla.Statics
+) -> jax.Array | None:
+    """Keys that no query may see by one of the masks alone, broadcastable to `(batch, kv_len, kv_heads)`."""
+    parts, cols = [], np.arange(key.shape[1])[None, :, None]
     if mask is not None:
-        parts.append(jnp.broadcast_to(~mask.any((1, 2)), (key.shape[0], key.shape[1])))
+        kv_heads = key.shape[2] if mask.shape[1] > 1 else 1
+        by_group = mask.reshape(mask.shape[0], kv_heads, mask.shape[1] // kv_heads, *mask.shape[2:])
+        parts.append(~by_group.any((2, 3)).swapaxes(1, 2))
     if kv_ids is not None:
-        parts.append(kv_ids < 0)
+        parts.append(kv_ids[:, :, None] < 0)
     if kv_lengths is not None:
-        parts.append(jnp.arange(key.shape[1])[None, :] >= kv_lengths[:, None])
-    if not parts:
-        return None
-    unseen = parts[0]
-    for part in parts[1:]:
-        unseen = unseen | part
-    return unseen
+        parts.append(cols >= kv_lengths[:, None, None])
+    if statics.causal or statics.sliding_window is not None:
+        left, right = statics.sliding_window or (None, 0)
+        first = statics.static_offset if q_offset is None else q_offset[:, None, None]
+        if left is not None:
+            parts.append(cols < first - left)
+        parts.append(cols > first + query.shape[1] - 1 + right)
+    parts = [part for part in parts if not isinstance(part, np.ndarray) or part.any()]
+    return functools.reduce(jnp.logical_or, parts) if parts else None
 
 
 def _queries(x: jax.Array, kv_heads: int, pad: int, fill: float = 0.0) -> jax.Array:

@@ -13,10 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 from ...errors import UnsupportedError
 from ...execution.executor import default_executor
 from ..config import canonical_precision, explicit_config
-from .config import AttentionConfig
+from .config import AttentionConfig, compute_dtype
 from .kernels import ATTENTION, ATTENTION_BWD
 
 __all__ = ["ATTENTION", "ATTENTION_BWD", "flash_attention"]
+
+_FAR = 1 << 30  # a side of a window that is as good as open, and to which a position can be added in int32
 
 
 def flash_attention(
@@ -86,7 +88,7 @@ def flash_attention(
 
     Raises:
         ValueError: shapes or options that do not fit together.
-        TypeError: a mask that is not bool, or types that differ.
+        TypeError: an argument of the wrong type: a mask that is not bool, query, key and value of different types.
         ConfigError: a config with a field that its back end lacks.
         UnsupportedError: a back end that cannot do the call.
 
@@ -102,18 +104,18 @@ def flash_attention(
         raise UnsupportedError(
             f"context_axis is {context_axis!r}: a length that is split over devices is not supported yet; pass None"
         )
+    query, key, value = _array("query", query), _array("key", key), _array("value", value)
+    bias, mask, sinks = _array("bias", bias), _array("mask", mask), _array("sinks", sinks)
     _check_shapes(query, key, value)
     batch, q_len, num_heads, head_dim = query.shape
     kv_len = key.shape[1]
     shape = (batch, num_heads, q_len, kv_len)
     _check_tile("bias", bias, shape, key.shape[2])
     _check_tile("mask", mask, shape, key.shape[2])
-    if mask is not None and jnp.result_type(mask) != jnp.bool_:
-        raise TypeError(
-            f"mask is {jnp.result_type(mask)}; expected bool (True: may be seen); pass additive ones as bias="
-        )
-    if bias is not None and not jnp.issubdtype(jnp.result_type(bias), jnp.floating):
-        raise TypeError(f"bias is {jnp.result_type(bias)}; expected a float type; pass bool ones as mask=")
+    if mask is not None and mask.dtype != jnp.bool_:
+        raise TypeError(f"mask is {mask.dtype}; expected bool (True: may be seen); pass additive ones as bias=")
+    if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"bias is {bias.dtype}; expected a float type; pass bool ones as mask=")
     scale, query = _scale(softmax_scale, query, head_dim)
     static_offset, offset = _offset(q_offset, batch, kv_len - q_len)
     window = _window(sliding_window, causal)
@@ -122,18 +124,41 @@ def flash_attention(
     q_ids, kv_ids = _segments(q_segment_ids, kv_segment_ids, batch, q_len, kv_len)
     if kv_lengths is not None:
         kv_lengths = _ints("kv_lengths", kv_lengths, (batch,))
-    if sinks is not None and jnp.shape(sinks) != (num_heads,):
-        raise ValueError(f"sinks has shape {jnp.shape(sinks)}; expected one for each of the {num_heads} query heads")
-    if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise ValueError(f"logits_soft_cap is {logits_soft_cap}; expected a positive number or None")
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"sinks has shape {sinks.shape}; expected one for each of the {num_heads} query heads")
+    if sinks is not None and not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise TypeError(f"sinks is {sinks.dtype}; expected a float type")
+    cap = None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap)
+    if cap is not None and not 0 < cap < math.inf:
+        raise ValueError(f"logits_soft_cap is {cap}; expected a positive, finite number or None")
+    rate = _number("dropout_rate", dropout_rate)
     out, lse = default_executor()(
         ATTENTION, query, key, value, _four(bias), _four(mask), offset, q_ids, kv_ids, kv_lengths, sinks,
-        _seed(dropout_rate, dropout_rng, batch), cfg=explicit_config(AttentionConfig, config, cfg, backend),
+        _seed(rate, dropout_rng, batch), cfg=explicit_config(AttentionConfig, config, cfg, backend),
         causal=bool(causal), sliding_window=window, static_offset=static_offset, softmax_scale=scale,
-        logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
-        dropout_rate=float(dropout_rate), precision=canonical_precision(precision),
+        logits_soft_cap=cap, dropout_rate=rate, precision=canonical_precision(precision),
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def _array(name: str, x: Any) -> Any:
+    """An argument as an array, for messages to speak of; `None` stays."""
+    if x is None and name in ("bias", "mask", "sinks"):
+        return None
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected an array") from None
+
+
+def _number(name: str, x: Any) -> float:
+    """An argument as a number that is part of the program."""
+    try:
+        if not isinstance(x, (bool, str)):
+            return float(x)
+    except (TypeError, ValueError):  # a traced one among them
+        pass
+    raise TypeError(f"{name} is {x!r}; expected a number that is known when the program is traced")
 
 
 def _check_shapes(query: Any, key: Any, value: Any) -> None:
@@ -184,11 +209,17 @@ def _scale(scale: Any, query: Any, head_dim: int) -> tuple[float, Any]:
     """A static scale; one that is an array goes into the query, so that it has a gradient."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim), query
-    if isinstance(scale, (int, float)):
-        return float(scale), query
-    if jnp.ndim(scale) != 0:
-        raise ValueError(f"softmax_scale has shape {jnp.shape(scale)}; expected a scalar")
-    return 1.0, query * jnp.asarray(scale).astype(query.dtype)
+    if not isinstance(scale, jax.Array):
+        scale = _number("softmax_scale", scale)
+        if not math.isfinite(scale):
+            raise ValueError(f"softmax_scale is {scale}; expected a finite number")
+        return scale, query
+    if scale.ndim != 0:
+        raise ValueError(f"softmax_scale has shape {scale.shape}; expected a scalar")
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(f"softmax_scale is {scale.dtype}; expected a float type")
+    dtype = compute_dtype(query.dtype)  # a scale in bfloat16 would be off by up to 0.4 %
+    return 1.0, (query.astype(dtype) * scale.astype(dtype)).astype(query.dtype)
 
 
 def _offset(q_offset: Any, batch: int, end: int) -> tuple[int | None, Any]:
@@ -198,18 +229,22 @@ def _offset(q_offset: Any, batch: int, end: int) -> tuple[int | None, Any]:
         return end, None
     if isinstance(q_offset, (int, np.integer)) and not isinstance(q_offset, bool):
         return int(q_offset), None
-    if jnp.ndim(q_offset) == 0:
-        q_offset = jnp.broadcast_to(jnp.asarray(q_offset), (batch,))
+    q_offset = _array("q_offset", q_offset)
+    if q_offset.ndim == 0:
+        q_offset = jnp.broadcast_to(q_offset, (batch,))
     return None, _ints("q_offset", q_offset, (batch,))
 
 
 def _window(window: Any, causal: bool) -> tuple[int, int] | None:
     if window is None:
         return None
-    left, right = (window, window) if isinstance(window, (int, np.integer)) else window
-    if left < 0 or right < 0:
+    sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2 or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in sides):
+        raise TypeError(f"sliding_window is {window!r}; expected an int or a pair of ints (left, right)")
+    if min(sides) < 0:
         raise ValueError(f"sliding_window is {window}; expected counts of keys that are not negative")
-    return int(left), 0 if causal else int(right)
+    left, right = (min(int(n), _FAR) for n in sides)
+    return left, 0 if causal else right
 
 
 def _segments(q_ids: Any, kv_ids: Any, batch: int, q_len: int, kv_len: int) -> tuple[Any, Any]:
@@ -222,7 +257,7 @@ def _segments(q_ids: Any, kv_ids: Any, batch: int, q_len: int, kv_len: int) -> t
 
 
 def _ints(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
-    x = jnp.asarray(x)
+    x = _array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} is {x.dtype}; expected an int type")
     if x.shape != shape:
@@ -238,4 +273,9 @@ def _seed(rate: float, rng: Any, batch: int) -> jax.Array | None:
         return None
     if rng is None:
         raise ValueError(f"dropout_rate is {rate} and dropout_rng is None; pass a PRNG key")
+    typed = isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    if typed and rng.shape:
+        raise ValueError(f"dropout_rng has shape {rng.shape}; expected one key (for one per example use jax.vmap)")
+    if not typed and getattr(rng, "dtype", None) != jnp.uint32:
+        raise TypeError(f"dropout_rng is {rng!r}; expected a PRNG key, as of jax.random.key")
     return jax.random.bits(rng, (batch, 2), jnp.uint32)

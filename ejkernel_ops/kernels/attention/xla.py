@@ -228,6 +228,10 @@ def backward(x: Operands, out, lse, dout, dlse, statics: Statics, needs, q_len, 
 
     Arrays have the layouts of `Operands`; `out` and `dout` that of `forward`'s output.
     """
+    live = lse[..., None] > _NEG_INF  # what reaches the other rows, NaN included, makes no gradient
+    x = dataclasses.replace(x, query=jnp.where(live, x.query, jnp.zeros_like(x.query)))
+    dout = jnp.where(live, dout, jnp.zeros_like(dout))
+    dlse = None if dlse is None else jnp.where(live[..., 0], dlse, jnp.zeros_like(dlse))
     blocks = Blocks(x, statics, q_len, kv_len, block_q, block_kv)
     dtype, group = blocks.dtype, x.query.shape[2]
     need_q, need_k, need_v, need_bias, need_sinks = needs

@@ -1,0 +1,42 @@
+# Two commands do all of their own set-up: `make train` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+CONSTRAINTS := constraints/python$(VERSION).txt
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
+ARGS ?=
+
+.PHONY: help install train test lint types bench clean
+
+help:
+	@echo 'make train   swap, tune and train a byte-level GPT on real text (ARGS="--size small --compare" ...)'
+	@echo 'make test    run the tests'
+	@echo 'make lint    ruff;  make types: pyright;  make bench: the CPU benchmarks'
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev$(GPU)]'
+	@touch $@
+
+train: install
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q $(ARGS)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: install
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/attention_cpu.py
+
+clean:
+	rm -rf $(VENV) runs dist build
