@@ -21,7 +21,7 @@ class CheckReport:
         output_abs: of the outputs, absolute.
         output_rel: of the outputs, relative to the largest output.
         grad_abs: of the gradients of all float parameters and inputs, absolute.
-        grad_rel: of the gradients, each relative to its own largest entry.
+        grad_rel: of the gradients, relative to the largest entry of them all.
 
     Example:
         >>> CheckReport(0.0, 0.0, 0.0, 0.0).output_abs
@@ -82,11 +82,11 @@ def _combination(out: Any) -> Any:
 
 
 def _difference(first: Any, second: Any) -> tuple[float, float]:
-    """Largest absolute difference of two trees, and largest relative to the largest entry of its leaf."""
-    absolute, relative = 0.0, 0.0
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second)):
-        a, b = (np.asarray(x, dtype=np.float64) for x in (a, b))
-        if a.size:
-            worst = float(np.abs(a - b).max())
-            absolute, relative = max(absolute, worst), max(relative, worst / max(float(np.abs(a).max()), 1e-30))
-    return absolute, relative
+    """Largest absolute difference of two trees, and the same relative to the largest entry of the first.
+
+    The largest of all, not of each leaf: some gradients, such as that of a key's bias, are exactly 0 but for rounding.
+    """
+    pairs = [[np.asarray(x, np.float64) for x in pair] for pair in zip(jax.tree.leaves(first), jax.tree.leaves(second))]
+    worst = max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=0.0)
+    largest = max((float(np.abs(a).max()) for a, _ in pairs if a.size), default=0.0)
+    return worst, worst / max(largest, 1e-30)

@@ -87,7 +87,7 @@ class Run:
         console.print(f"[bold]swapped[/]   {replaced} layers")
         stock_ms = self._time(stock)
         result = self._tuned(model) if given is None else given
-        console.print(str(result), markup=False)
+        console.print(str(result), markup=False, soft_wrap=True)
         with result:
             tuned_ms = self._time(model)
         console.print(f"[bold]step[/]      stock {stock_ms:.1f} ms, swapped and tuned {tuned_ms:.1f} ms: {stock_ms / tuned_ms:.2f}x")

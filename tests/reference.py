@@ -1,19 +1,21 @@
-"""Attention in NumPy as the documentation defines it, with hand-written gradients, and the rules that judge a kernel.
+"""Attention and linear maps in NumPy as documented, with hand-written gradients, and the rules that judge a kernel.
 
-`attention` runs the same formulas in two ways: exactly, in float64 (long double for float64 inputs), and as a plain
-program in the type of the inputs would, rounding what such a program stores. A kernel may err at most about as
-much as the plain program does.
+Each runs the same formulas in two ways: exactly, in float64 (long double for float64 inputs), and as a plain program
+in the type of the inputs would: softmax and sums in float32, but probabilities, products and results rounded as they
+are stored. A kernel may err at most about as much as the plain program does. For its backward that program keeps what
+the attention kernels keep, output and not probabilities: where one key has nearly all the weight, the rounding of the
+output is all the error there is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-
-FLOATS = ("query", "key", "value", "bias", "sinks")  # the arguments that have a gradient
 
 
 def is_low(dtype: Any) -> bool:
@@ -86,8 +88,7 @@ def attention(
         `out`, `lse`, and with `dout` the gradients of `query, key, value, bias, sinks, softmax_scale`.
     """
     arrays = {name: np.asarray(x) for name, x in arrays.items() if x is not None}
-    query_type = arrays["query"].dtype
-    rounded, work = _arithmetic(query_type, plain)
+    rounded, work = _arithmetic(arrays["query"].dtype, plain)
     q, k, v = (arrays[n].astype(work) for n in ("query", "key", "value"))
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
@@ -108,15 +109,15 @@ def attention(
     probs, sink_prob = weights / total, sink_weight / total
     lse = np.where(live, np.log(total) + top, -np.inf)[..., 0].transpose(0, 2, 1)
     keep = work(1) if keep is None else np.asarray(keep, work)
-    out = np.einsum("bhqk,bkhe->bqhe", rounded(probs * keep), v)
-    results = {"out": rounded(out, query_type), "lse": lse}
+    out = rounded(np.einsum("bhqk,bkhe->bqhe", rounded(probs * keep), v))
+    results = {"out": out, "lse": lse}
     if dout is None:
         return results
 
     dout = np.asarray(dout).astype(work)
     dlse = work(0) if dlse is None else np.asarray(dlse).astype(work).transpose(0, 2, 1)[..., None]
     dprobs = rounded(np.einsum("bqhe,bkhe->bhqk", dout, v)) * keep
-    mean = (probs * dprobs).sum(-1, keepdims=True)
+    mean = np.einsum("bqhe,bqhe->bhq", out, dout)[..., None]  # of dprobs
     dscores = probs * (dprobs - mean + dlse)
     dlogits = dscores if logits_soft_cap is None else dscores * (1 - (capped / logits_soft_cap) ** 2)
     low = rounded(dlogits)
@@ -131,6 +132,62 @@ def attention(
     if "sinks" in arrays:
         gradients["sinks"] = (sink_prob * (dlse - mean)).sum((0, 2, 3))
     return results | {n: rounded(g, arrays[n].dtype if n in arrays else work) for n, g in gradients.items()}
+
+
+def linear(
+    arrays: dict[str, Any],
+    *,
+    dout: Any,
+    activation: str | None = None,
+    weight_layout: str = "io",
+    preferred_element_type: Any = None,
+    plain: bool = False,
+) -> dict[str, np.ndarray]:
+    """`activation(x @ weight + bias)` as `out`, and the gradients of `x`, `weight` and `bias`; `x` has rows."""
+    arrays = {name: np.asarray(x) for name, x in arrays.items()}
+    dtype = np.promote_types(arrays["x"].dtype, arrays["weight"].dtype)
+    out_dtype = np.dtype(dtype if preferred_element_type is None else preferred_element_type)
+    rounded, work = _arithmetic(dtype, plain)
+    x, weight = (arrays[n].astype(work) for n in ("x", "weight"))
+    weight = weight if weight_layout == "io" else weight.T
+    preact = rounded(x @ weight, out_dtype)
+    if "bias" in arrays:
+        preact = rounded(preact + arrays["bias"].astype(work), out_dtype)
+    value, slope = (preact, 1) if activation is None else ACTIVATIONS[activation](preact)
+    dpreact = rounded(np.asarray(dout).astype(work) * slope)
+    flat_x, flat_d = x.reshape(-1, x.shape[-1]), dpreact.reshape(-1, dpreact.shape[-1])
+    dweight = flat_x.T @ flat_d
+    gradients = {
+        "x": dpreact @ weight.T,
+        "weight": dweight if weight_layout == "io" else dweight.T,
+        "bias": flat_d.sum(0),
+    }
+    return {"out": rounded(value, out_dtype)} | {n: rounded(gradients[n], a.dtype) for n, a in arrays.items()}
+
+
+def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scale = math.sqrt(2 / math.pi)
+    t = np.tanh(scale * (x + 0.044715 * x**3))
+    return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * scale * (1 + 3 * 0.044715 * x * x)
+
+
+def _gelu_exact(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    cdf = (1 + np.vectorize(math.erf, [float])(x / math.sqrt(2)).astype(x.dtype)) / 2
+    return x * cdf, cdf + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def _silu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    sigmoid = 1 / (1 + np.exp(-x))
+    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+
+
+ACTIVATIONS = {  # value and derivative
+    "gelu": _gelu,
+    "gelu_exact": _gelu_exact,
+    "silu": _silu,
+    "relu": lambda x: (np.maximum(x, 0), (x > 0).astype(x.dtype)),
+    "squared_relu": lambda x: (np.maximum(x, 0) ** 2, 2 * np.maximum(x, 0)),
+}
 
 
 def _arithmetic(dtype: Any, plain: bool) -> tuple[Callable, Any]:
@@ -192,6 +249,23 @@ def assert_uniform(out: Any, shape: tuple[int, int, int, int], **masks: Any) -> 
     np.testing.assert_allclose(np.asarray(out)[..., 1], count > 0, rtol=1e-5, err_msg="sum of the probabilities")
 
 
-def bfloat16(x: Any) -> np.ndarray:
-    """An array rounded to bfloat16."""
-    return np.asarray(x).astype(ml_dtypes.bfloat16)
+def pairwise(factors: dict[str, tuple]) -> Iterator[dict[str, Any]]:
+    """Cases in which every two levels of any two factors meet: greedy, the same in each run."""
+    rng, names = random.Random(0), list(factors)
+    levels = [{(n, i) for i in range(len(factors[n]))} for n in names]
+    todo = {pair for a, b in itertools.combinations(levels, 2) for pair in itertools.product(a, b)}
+    while todo:
+        wanted, trials = sorted(todo), []
+        for _ in range(50):
+            case = {n: rng.randrange(len(factors[n])) for n in names} | dict(rng.choice(wanted))
+            trials.append(list(itertools.combinations(case.items(), 2)))
+        best = max(trials, key=lambda pairs: len(todo.intersection(pairs)))
+        todo -= set(best)
+        yield {n: factors[n][i] for pair in best for n, i in pair}
+
+
+def case_name(case: dict[str, Any]) -> str:
+    """A short name: the levels that are not off, with the factor's name where it is needed."""
+    unclear = (int, tuple)
+    texts = [f"{n[:6]}={v}" if isinstance(v, unclear) and v is not True else str(v) for n, v in case.items() if v]
+    return "-".join(text.replace(" ", "") for text in texts)

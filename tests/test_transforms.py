@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel_ops import (
-    ConfigError,
     ConfigSelectorChain,
     Kernel,
     Key,
@@ -119,6 +118,18 @@ def stacked(fn, *, remat=True):
     return layers
 
 
+def vmapped_gradients(fn):
+    return jax.vmap(gradients(fn))
+
+
+def layer_gradients(fn):
+    return gradients(stacked(fn, remat=False))
+
+
+def vmapped_layer_gradients(fn):
+    return jax.vmap(layer_gradients(fn))
+
+
 def twelve_layers(fn):
     return lambda q, k, v: functools.reduce(lambda carry, _: carry + fn(carry, k, v), range(12), q)
 
@@ -152,44 +163,44 @@ second_order = {
 }
 
 
-def case(name, make, arrays, forward=1, backward=1, op="attention", dead=False, eager=True):
+def case(name, make, arrays, forward=1, backward=1, op="attention", like=None, dead=False, eager=False):
     """One row of the table.
 
-    `forward` and `backward`: how many calls of either kernel the program has. `dead`: that XLA drops the forward,
-    which only a transposed derivative would need. `eager`: whether to run it without `jit` too.
+    `forward` and `backward`: how many calls of either kernel the program has. `like`: a transform that gives the same
+    numbers, if not `make` itself. `dead`: that XLA drops the forward, which only a transposed derivative would need.
+    `eager`: whether to run it without `jit` too.
     """
-    return pytest.param(op, make, arrays, forward, backward, dead, eager, id=f"{op}-{name}")
+    return pytest.param(op, make, arrays, forward, backward, like or make, dead, eager, id=f"{op}-{name}")
 
 
 CASES = [
-    case("jit", lambda f: f, QKV0, 1, 0),
-    case("grad", gradients, QKV0),
+    case("jit", lambda f: f, QKV0, 1, 0, eager=True),
+    case("grad", gradients, QKV0, eager=True),
     case("grad of 12 layers", lambda f: gradients(twelve_layers(f)), QKV0, 12, 12),
     case("vmap", jax.vmap, QKV1, 1, 0),
     case("vmap(vmap)", lambda f: jax.vmap(jax.vmap(f)), QKV2, 1, 0),
-    case("vmap(grad)", lambda f: jax.vmap(gradients(f)), QKV1),
-    case("vmap(jit(grad))", lambda f: jax.vmap(jax.jit(gradients(f))), QKV1),
+    case("vmap(grad)", vmapped_gradients, QKV1, eager=True),
+    case("vmap(jit(grad))", lambda f: jax.vmap(jax.jit(gradients(f))), QKV1, like=vmapped_gradients),
     case("grad(vmap(vmap))", lambda f: gradients(jax.vmap(jax.vmap(f))), QKV2),
-    case("vmap(grad(vmap))", lambda f: jax.vmap(gradients(jax.vmap(f))), QKV2),
     case("vmap(vmap(grad))", lambda f: jax.vmap(jax.vmap(gradients(f))), QKV2),
     case("vmap(grad), shared key", lambda f: jax.vmap(gradients(f), (0, None, None)), (Q1, K0, V0)),
-    case("grad(vmap), shared key", lambda f: gradients(jax.vmap(f, (0, None, None))), (Q1, K0, V0)),
+    case("grad(vmap), shared key", lambda f: gradients(jax.vmap(f, (0, None, None))), (Q1, K0, V0), eager=True),
     case("grad(vmap), axes", lambda f: gradients(jax.vmap(f, (1, 2, -1), 3)), (
         np.moveaxis(Q1, 0, 1), np.moveaxis(K1, 0, 2), np.moveaxis(V1, 0, -1)
     )),
     case("scan", lambda f: stacked(f), QKV0, 1, 0),
-    case("grad(scan)", lambda f: gradients(stacked(f, remat=False)), QKV0),
-    case("grad(scan(remat))", lambda f: gradients(stacked(f)), QKV0, 2),
-    case("vmap(grad(scan(remat)))", lambda f: jax.vmap(gradients(stacked(f))), QKV1, 2),
-    case("grad(vmap(scan(remat)))", lambda f: gradients(jax.vmap(stacked(f))), QKV1, 2),
-    case("grad(remat(vmap))", lambda f: gradients(jax.checkpoint(jax.vmap(f))), QKV1, 2),
-    case("remat nothing saveable", rematerialized(policies.nothing_saveable), QKV0, 2),
-    case("remat dots saveable", rematerialized(policies.dots_saveable), QKV0, 2),
-    case("remat everything saveable", rematerialized(policies.everything_saveable), QKV0),
-    case("remat by name", rematerialized(policies.save_only_these_names("flash_attention")), QKV0),
-    case("remat other name", rematerialized(policies.save_only_these_names("linear")), QKV0, 2),
+    case("grad(scan)", layer_gradients, QKV0),
+    case("grad(scan(remat))", lambda f: gradients(stacked(f)), QKV0, 2, like=layer_gradients, eager=True),
+    case("vmap(grad(scan))", vmapped_layer_gradients, QKV1),
+    case("vmap(grad(scan(remat)))", lambda f: jax.vmap(gradients(stacked(f))), QKV1, 2, like=vmapped_layer_gradients),
+    case("grad(vmap(scan(remat)))", lambda f: gradients(jax.vmap(stacked(f))), QKV1, 2, like=vmapped_layer_gradients),
+    case("grad(remat(vmap))", lambda f: gradients(jax.checkpoint(jax.vmap(f))), QKV1, 2, like=vmapped_gradients),
+    case("remat nothing", rematerialized(policies.nothing_saveable), QKV0, 2, like=gradients),
+    case("remat dots", rematerialized(policies.dots_saveable), QKV0, 2, like=gradients),
+    case("remat everything", rematerialized(policies.everything_saveable), QKV0, like=gradients),
+    case("remat name", rematerialized(policies.save_only_these_names("flash_attention")), QKV0, like=gradients),
     case("cond", lambda f: gradients(lambda q, k, v: jax.lax.cond(q.sum() > 0, f, lambda q, k, v: q, q, k, v)), QKV0),
-    case("jvp", along_query(directional), QKV0, 1, 0),
+    case("jvp", along_query(directional), QKV0, 1, 0, eager=True),
     case("jacrev", lambda f: jax.jacrev(f, (0, 1)), QKV0),
     case("jacfwd", lambda f: jax.jacfwd(f, (0, 1)), QKV0, 1, 0, dead=True),
     case("linearize", along_query(lambda f, q: jax.vmap(jax.linearize(f, q)[1])(jnp.stack([q, 2 * q]))), QKV0, 1, 0,
@@ -198,29 +209,30 @@ CASES = [
     # Of a derivative's derivative there is only plain code, so no label of it.
     case("grad(grad)", second_order["grad(grad)"], QKV0),
     case("jvp(grad)", second_order["jvp(grad)"], QKV0, 1, 0),
-    case("jvp(jvp)", second_order["jvp(jvp)"], QKV0, 1, 0, eager=False),
+    case("jvp(jvp)", second_order["jvp(jvp)"], QKV0, 1, 0),
     case("grad of jvp", second_order["grad of jvp"], QKV0, 0, 0),
-    case("grad", gradients, (*QKV0, IDS[0], LENGTHS[0]), op="ids"),
-    case("vmap(grad)", lambda f: jax.vmap(gradients(f)), (*QKV1, IDS, LENGTHS), op="ids"),
+    case("grad", gradients, (*QKV0, IDS[0], LENGTHS[0]), op="ids", eager=True),
+    case("vmap(grad)", vmapped_gradients, (*QKV1, IDS, LENGTHS), op="ids", eager=True),
     case("grad(vmap), shared ids", lambda f: gradients(jax.vmap(f, (0, 0, 0, None, 0))), (*QKV1, IDS[0], LENGTHS),
          op="ids"),
     case("vmap(grad(scan(remat)))", lambda f: jax.vmap(gradients(stacked(f))), (*QKV1, IDS, LENGTHS), 2, op="ids"),
     case("jvp", lambda f: lambda q, k, v, *ids: directional(lambda q: f(q, k, v, *ids), q), (*QKV0, IDS[0], LENGTHS[0]),
          1, 0, op="ids"),
     case("jacfwd", jax.jacfwd, (*QKV0, IDS[0], LENGTHS[0]), 1, 0, op="ids", dead=True),
-    case("grad(grad)", lambda f: gradients(lambda *a: gradients(f)(*a)[0]), (*QKV0, IDS[0], LENGTHS[0]), op="ids",
-         eager=False),
-    case("grad", gradients, (X1[0], W, BIAS), op="linear"),
+    case("grad(grad)", lambda f: gradients(lambda *a: gradients(f)(*a)[0]), (*QKV0, IDS[0], LENGTHS[0]), op="ids"),
+    case("grad", gradients, (X1[0], W, BIAS), op="linear", eager=True),
     case("vmap, shared weight", lambda f: jax.vmap(f, (0, None, None)), (X1, W, BIAS), 1, 0, op="linear"),
-    case("grad(vmap), shared weight", lambda f: gradients(jax.vmap(f, (0, None, None))), (X1, W, BIAS), op="linear"),
-    case("vmap(grad), shared weight", lambda f: jax.vmap(gradients(f), (0, None, None)), (X1, W, BIAS), op="linear"),
+    case("grad(vmap), shared weight", lambda f: gradients(jax.vmap(f, (0, None, None))), (X1, W, BIAS), op="linear",
+         eager=True),
+    case("vmap(grad), shared weight", lambda f: jax.vmap(gradients(f), (0, None, None)), (X1, W, BIAS), op="linear",
+         eager=True),
     case("vmap, own weights", jax.vmap, (X1, WS, BIASES), 1, 0, op="linear"),
     case("grad(vmap), own weights", lambda f: gradients(jax.vmap(f)), (X1, WS, BIASES), op="linear"),
-    case("vmap(grad), own weights", lambda f: jax.vmap(gradients(f)), (X1, WS, BIASES), op="linear"),
+    case("vmap(grad), own weights", lambda f: jax.vmap(gradients(f)), (X1, WS, BIASES), op="linear", eager=True),
     case("grad(vmap(vmap)), one weight shared",
          lambda f: gradients(jax.vmap(jax.vmap(f, (0, None, None)), (None, 0, None))), (X1, WS, BIAS), op="linear"),
-    case("grad of scan over weights", linear_weights_in_a_scan, (X1[0], WS, BIASES), op="linear"),
-    case("grad(grad)", lambda f: gradients(lambda *a: gradients(f)(*a)[1]), (X1[0], W, BIAS), op="linear"),
+    case("grad of scan over weights", linear_weights_in_a_scan, (X1[0], WS, BIASES), op="linear", eager=True),
+    case("grad(grad)", lambda f: gradients(lambda *a: gradients(f)(*a)[1]), (X1[0], W, BIAS), op="linear", eager=True),
 ]  # fmt: skip
 
 
@@ -228,6 +240,10 @@ def close(found, wanted, tolerance=2e-5):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def fast(fn, *arrays):
+    return jax.jit(fn, compiler_options=FAST)(*arrays)
 
 
 def recorded():
@@ -247,9 +263,15 @@ def own_selector():
     set_default_selector(before)
 
 
-@pytest.mark.parametrize(("op", "make", "arrays", "forward", "backward", "dead", "eager"), CASES)
-def test_transform_is_right_and_labels_are_those_of_the_program(op, make, arrays, forward, backward, dead, eager):
-    fn, reference, kernel = OPS[op]
+@functools.cache
+def reference_values(op, make, arrays):
+    """What a transform of a reference gives; `arrays` is the position of the first case that has these arrays."""
+    return fast(make(OPS[op][1]), *CASES[arrays].values[2])
+
+
+@pytest.mark.parametrize(("op", "make", "arrays", "forward", "backward", "like", "dead", "eager"), CASES)
+def test_transform_is_right_and_labels_are_those_of_the_program(op, make, arrays, forward, backward, like, dead, eager):
+    fn, _, kernel = OPS[op]
     clear_invocations()
     lowered = jax.jit(make(fn)).lower(*arrays)
     labels = set(find_labels_in_lowered(lowered))
@@ -257,7 +279,322 @@ def test_transform_is_right_and_labels_are_those_of_the_program(op, make, arrays
     assert recorded() == labels  # nothing that is not in the program, and all that is
     compiled = lowered.compile(FAST)
     assert set(find_labels_in_lowered(compiled)) == (set() if dead else labels)
-    wanted = jax.jit(make(reference), compiler_options=FAST)(*arrays)
+    wanted = reference_values(op, like, next(i for i, c in enumerate(CASES) if c.values[2] is arrays))
     close(compiled(*arrays), wanted)
     if eager:
         close(make(fn)(*arrays), wanted)
+
+
+def test_third_derivatives_are_exact_in_float64():
+    def third(fn):
+        def first(q):
+            return jnp.sum(fn(q, key, value) ** 2)
+
+        return jax.grad(lambda q: jax.grad(lambda q: jnp.sum(jax.grad(first)(q) ** 2))(q).sum())
+
+    with jax.enable_x64(True):
+        query, key, value = (x[:, :3].astype(np.float64) for x in QKV0)
+        close(fast(third(flash_attention), query), fast(third(attention), query), 1e-11)
+
+
+# Bias and mask under vmap
+
+
+def runs(lowered):
+    """How often each kernel runs."""
+    return {split_label(site.label)[0]: site.executions for site in call_sites(lowered)}
+
+
+@pytest.mark.parametrize(("batch", "shape", "axis", "forward", "backward"), [
+    # A bias that is shared by all examples and rows folds; its gradient for each example needs a loop.
+    (2, (1, 2, 4, 4), None, 1, 3),
+    (2, (1, 1, 1, 4), None, 1, 3),
+    (2, (2, 2, 1, 4), None, 1, 1),  # one for each row
+    (1, (1, 1, 4, 4), None, 1, 1),
+    (1, (3, 1, 2, 4, 4), 0, 1, 1),  # one for each example, which has one row
+    (2, (3, 1, 2, 4, 4), 0, 3, 3),  # one for each example, shared by its rows
+    (2, (2, 2, 4, 4, 3), -1, 1, 1),
+])  # fmt: skip
+def test_bias_under_vmap_is_folded_where_rows_may_join_and_looped_where_not(batch, shape, axis, forward, backward):
+    fn, reference, _ = OPS["bias"]
+    arrays, axes = (*(x[:, :batch] for x in QKV1), normal(9, *shape)), (0, 0, 0, axis)
+    lowered = jax.jit(jax.vmap(gradients(fn), axes)).lower(*arrays)
+    assert runs(lowered) == {"flash_attention@v1": forward, "flash_attention_bwd@v1": backward}
+    close(lowered.compile(FAST)(*arrays), fast(jax.vmap(gradients(reference), axes), *arrays))
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((1, 2, 4, 4), None), ((3, 1, 2, 1, 4), 0)])
+def test_gradient_of_a_bias_under_vmap_is_the_sum_over_what_shares_it(shape, axis):
+    fn, reference, _ = OPS["bias"]
+    arrays, axes = (*QKV1, normal(9, *shape)), (0, 0, 0, axis)
+    close(fast(gradients(jax.vmap(fn, axes)), *arrays), fast(gradients(jax.vmap(reference, axes)), *arrays))
+
+
+@pytest.mark.parametrize(("batch", "shape", "axis", "times"), [
+    (2, (1, 1, 4, 4), None, 1), (2, (3, 1, 1, 4, 4), 0, 3), (1, (3, 1, 1, 4, 4), 0, 1), (2, (3, 2, 1, 4, 4), 0, 1),
+])  # fmt: skip
+def test_mask_under_vmap_is_folded_where_rows_may_join_and_looped_where_not(batch, shape, axis, times):
+    fn, reference, _ = OPS["mask"]
+    arrays = (*(x[:, :batch] for x in QKV1), normal(10, *shape) > 0)
+    lowered = jax.jit(jax.vmap(gradients(fn), (0, 0, 0, axis))).lower(*arrays)
+    wanted = fast(jax.vmap(gradients(reference), (0, 0, 0, axis)), *arrays)
+    close(lowered.compile(FAST)(*arrays), wanted)
+    assert runs(lowered) == {"flash_attention@v1": times, "flash_attention_bwd@v1": times}
+
+
+# Gradients that no one asked for
+
+
+def backward_needs(lowered):
+    """`needs` of the recorded backward call of a program."""
+    (text,) = [text for text in find_labels_in_lowered(lowered) if "_bwd@" in text]
+    return find_call(Key(device_fingerprint(), *split_label(text))).needs
+
+
+@pytest.mark.parametrize(("wanted", "needs", "products"), [
+    ((0,), (True, False, False), 1), ((1,), (False, True, False), 1), ((2,), (False, False, True), 0),
+    ((0, 1, 2), (True, True, True), 2),
+])  # fmt: skip
+def test_backward_of_linear_computes_only_the_gradients_that_are_asked_for(wanted, needs, products):
+    fn, reference, _ = OPS["linear"]
+    arrays = X1[0], W, BIAS
+    grad = jax.grad(lambda *a: fn(*a).sum(), wanted)
+    lowered = jax.jit(grad).lower(*arrays)
+    assert backward_needs(lowered) == needs
+    assert lowered.as_text().count("stablehlo.dot_general") == 1 + products
+    close(lowered.compile(FAST)(*arrays), fast(jax.grad(lambda *a: reference(*a).sum(), wanted), *arrays))
+
+
+def test_backward_of_attention_has_a_key_for_each_set_of_needed_gradients():
+    sets = [(0,), (1,), (2,), (3,), (1, 2), (0, 1, 2, 3)]
+    arrays, keys, products = (*QKV0, normal(9, 1, 2, 4, 4)), set(), []
+    for wanted in sets:
+        lowered = jax.jit(jax.grad(lambda *a: OPS["bias"][0](*a).sum(), wanted)).lower(*arrays)
+        assert backward_needs(lowered)[:4] == tuple(i in wanted for i in range(4))
+        keys |= {text for text in find_labels_in_lowered(lowered) if "_bwd@" in text}
+        products.append(lowered.as_text().count("stablehlo.dot_general"))
+    assert len(keys) == len(sets)
+    assert products[2] == min(products)
+    assert products[5] == max(products)
+
+
+# Sharding
+
+AUTO = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+EXPLICIT = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+
+
+def qkv(batch, length, heads, kv_heads, width=4):
+    return [normal(20 + i, batch, length, n, width) for i, n in enumerate((heads, kv_heads, kv_heads))]
+
+
+def put(mesh, arrays, specs):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs)]
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+def test_attention_inside_shard_map_is_right_and_recorded_with_local_shapes(checked):
+    arrays = qkv(8, 4, 2, 1)
+
+    def mapped(fn):
+        return jax.shard_map(fn, mesh=AUTO, in_specs=P("d"), out_specs=P("d"), check_vma=checked)
+
+    clear_invocations()
+    wanted = fast(gradients(attention), *arrays)
+    lowered = jax.jit(gradients(mapped(flash_attention))).lower(*arrays)
+    assert recorded() == set(find_labels_in_lowered(lowered))
+    calls = [args for calls in get_invocations().values() for _, args, _ in calls.values()]
+    assert [args[0].shape for args in calls] == [(2, 4, 2, 4)] * 2
+    close(lowered.compile(FAST)(*arrays), wanted)
+    inside = jax.shard_map(
+        jax.vmap(gradients(lambda *a: flash_attention(*[x[None] for x in a])[0])),
+        mesh=AUTO, in_specs=P("d"), out_specs=P("d"), check_vma=checked,
+    )  # fmt: skip
+    close(fast(inside, *arrays), wanted)
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+def test_weights_shared_inside_shard_map_get_the_sum_of_all_gradients(checked):
+    fn, reference, _ = OPS["linear"]
+    arrays = normal(30, 8, 4), W, BIAS
+    mapped = jax.shard_map(fn, mesh=AUTO, in_specs=(P("d"), P(), P()), out_specs=P("d"), check_vma=checked)
+    wanted = fast(gradients(reference), *arrays)
+    close(fast(gradients(mapped), *arrays), wanted)
+    close(gradients(mapped)(*arrays), wanted)
+
+
+def test_a_gradient_taken_inside_shard_map_is_summed_where_its_operand_does_not_vary():
+    fn, reference, _ = OPS["linear"]
+    arrays = normal(30, 8, 4), W, BIAS
+
+    def weight_gradient(x, weight, bias):
+        return jax.grad(lambda weight: jnp.sum(fn(x, weight, bias) ** 2))(weight)
+
+    mapped = jax.shard_map(weight_gradient, mesh=AUTO, in_specs=(P("d"), P(), P()), out_specs=P())
+    close(fast(mapped, *arrays), fast(gradients(reference), *arrays)[1])
+
+
+@pytest.mark.parametrize("spec", [P("d"), P(None, None, "d")], ids=["batch", "heads"])
+def test_attention_under_explicit_axes_keeps_the_sharding_of_its_input(spec):
+    arrays = qkv(4, 4, 4, 4)
+    with jax.set_mesh(EXPLICIT):
+        sharded = put(EXPLICIT, arrays, [spec] * 3)
+        clear_invocations()
+        out, grads = fast(lambda *a: (flash_attention(*a), gradients(flash_attention)(*a)), *sharded)
+        assert all(jax.typeof(x).sharding.spec == jax.typeof(sharded[0]).sharding.spec for x in (out, *grads))
+        close(flash_attention(*sharded), out)
+    close((out, grads), fast(lambda *a: (attention(*a), gradients(attention)(*a)), *arrays))
+    shapes = {args[0].shape for calls in get_invocations().values() for _, args, _ in calls.values()}
+    assert shapes == {(1, 4, 4, 4) if spec == P("d") else (4, 4, 1, 4)}
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (4, 2, 4)])
+def test_linear_under_explicit_axes_keeps_the_sharding_of_its_rows(shape):
+    fn, reference, _ = OPS["linear"]
+    arrays = normal(31, *shape), W, BIAS
+    with jax.set_mesh(EXPLICIT):
+        sharded = put(EXPLICIT, arrays, [P("d"), P(), P()])
+        out, grads = fast(lambda *a: (fn(*a), gradients(fn)(*a)), *sharded)
+        assert [jax.typeof(x).sharding.spec[0] for x in (out, *grads)] == ["d", "d", None, None]
+    close((out, grads), fast(lambda *a: (reference(*a), gradients(reference)(*a)), *arrays))
+
+
+@pytest.mark.parametrize("specs", [[P("d")] * 3, [P(None, None, "d")] * 3, [P("d"), P(), P()]], ids=str)
+def test_attention_with_sharded_inputs_under_auto_axes_is_right(specs):
+    arrays = qkv(4, 4, 4, 4)
+    sharded = put(AUTO, arrays, specs)
+    close(fast(gradients(flash_attention), *sharded), fast(gradients(attention), *arrays))
+
+
+@pytest.mark.parametrize("specs", [[P("d"), P(), P()], [P(), P(None, "d"), P("d")], [P("d"), P("d"), P()]], ids=str)
+def test_linear_with_sharded_inputs_under_auto_axes_is_right(specs):
+    fn, reference, _ = OPS["linear"]
+    arrays = normal(32, 8, 4), normal(33, 4, 4), normal(34, 4)
+    close(fast(gradients(fn), *put(AUTO, arrays, specs)), fast(gradients(reference), *arrays))
+
+
+# Export, modes of JAX, frameworks
+
+
+def test_exported_programs_compute_the_same_and_keep_their_labels():
+    def both(*arrays):
+        return flash_attention(*arrays), gradients(flash_attention)(*arrays)
+
+    exported = jax.export.export(jax.jit(both), platforms=("cpu", "cuda"))(*QKV0)
+    close(fast(exported.call, *QKV0), fast(both, *QKV0))
+    assert {split_label(text)[0] for text in find_labels_in_lowered(exported)} == {
+        "flash_attention@v1", "flash_attention_bwd@v1"
+    }  # fmt: skip
+
+
+def test_no_tracer_leaks():
+    with jax.checking_leaks():
+        jax.jit(gradients(jax.vmap(flash_attention))).lower(*QKV1)
+
+
+def test_debug_nans_accepts_rows_that_see_nothing():
+    fn = OPS["ids"][0]
+    with jax.debug_nans(True):
+        grads = fast(gradients(fn), *QKV0, np.full((BATCH, LENGTH), -1), LENGTHS[0])
+    assert all(not np.any(g) for g in grads)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_debug_nans_names_the_operation_inside_a_kernel(wrap, capfd):
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="dot_general"):
+        wrap(flash_attention)(np.full_like(Q0, np.inf), K0, V0)
+
+
+def test_disable_jit_runs_the_kernel_op_by_op():
+    seen = []
+
+    class Watched(Kernel):
+        def run(self, x, *, cfg):
+            seen.append(x)
+            return 2 * x
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+    kernel = Watched("watched")
+    with jax.disable_jit():
+        assert kernel(jnp.float32(3)) == 6
+        assert any(not isinstance(x, jax.core.Tracer) for x in seen)
+        grads = gradients(flash_attention)(*QKV0)
+    close(grads, fast(gradients(attention), *QKV0))
+
+
+def test_types_follow_enable_x64_for_the_same_arrays():
+    class Argmax(Kernel):
+        def run(self, x, *, cfg):
+            return jnp.argmax(x)
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+    kernel, x = Argmax("argmax"), jnp.arange(3.0)
+    types = [kernel(x).dtype.name]
+    with jax.enable_x64(True):
+        types.append(kernel(x).dtype.name)
+    assert types == ["int32", "int64"]
+
+
+def test_float64_is_computed_in_float64():
+    with jax.enable_x64(True):
+        arrays = [x.astype(np.float64) for x in QKV0]
+        close(fast(gradients(flash_attention), *arrays), fast(gradients(attention), *arrays), 1e-13)
+
+
+def test_eval_shape_and_tracing_record_nothing():
+    clear_invocations()
+    out = jax.eval_shape(gradients(flash_attention), *QKV0)
+    assert [x.shape for x in out] == [x.shape for x in QKV0]
+    jax.make_jaxpr(gradients(flash_attention))(*QKV0)
+    jax.jit(gradients(flash_attention)).trace(*QKV0)
+    assert get_invocations() == {}
+
+
+def test_dead_calls_are_not_recorded():
+    def fn(q, k, v):
+        flash_attention(q, k, v, softmax_scale=0.123)
+        return jax.lax.stop_gradient(flash_attention(q, k, v, softmax_scale=0.25)) * q
+
+    clear_invocations()
+    lowered = jax.jit(gradients(fn)).lower(*QKV0)
+    assert kernel_counts(lowered, "flash_attention") == (1, 0)
+    assert recorded() == set(find_labels_in_lowered(lowered))
+
+
+def test_nnx_jit_and_grad_see_the_ops():
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.weight, self.bias = nnx.Param(jnp.asarray(W)), nnx.Param(jnp.asarray(BIAS))
+
+        def __call__(self, x):
+            return OPS["linear"][0](x, self.weight[...], self.bias[...])
+
+    @nnx.jit
+    def step(layer, x):
+        return nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
+
+    grads = step(Layer(), X1[0])
+    wanted = fast(gradients(OPS["linear"][1]), X1[0], W, BIAS)
+    close((grads["weight"][...], grads["bias"][...]), wanted[1:])
+
+
+def test_equinox_filter_jit_and_filter_grad_see_the_ops():
+    class Layer(eqx.Module):
+        weight: jax.Array
+        bias: jax.Array
+        activation: str = eqx.field(static=True)
+
+        def __call__(self, x):
+            return linear(x, self.weight, self.bias, activation=self.activation)
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def step(layer, x):
+        return jnp.sum(layer(x) ** 2)
+
+    grads = step(Layer(jnp.asarray(W), jnp.asarray(BIAS), "silu"), X1[0])
+    close((grads.weight, grads.bias), fast(gradients(OPS["linear"][1]), X1[0], W, BIAS)[1:])

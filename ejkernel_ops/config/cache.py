@@ -47,7 +47,7 @@ def count_write() -> None:
 def split_key(key: tuple, others: tuple) -> Hashable:
     """`get(key)` and `get(device, op_id_v, call_key)` are both documented."""
     if others:
-        if len(others) != 2:
+        if len(others) != 2 or None in others:
             raise TypeError("expected one key, or device, op_id_v and call_key")
         return Key(str(key), *map(str, others))
     return key

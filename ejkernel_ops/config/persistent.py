@@ -107,8 +107,8 @@ class PersistentCache:
         return self.path / f"{hashlib.sha256(text.encode()).hexdigest()}.json", text
 
     def _read(self, file: Path, key: Any, text: str) -> Any:
-        with open(os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)), "rb") as f:
-            raw = f.read(_MAX_BYTES + 1)
+        with open(file, "rb", opener=_open) as f:
+            raw = f.read(_MAX_BYTES + 1) or b""  # `None`: a pipe with nothing in it
         if len(raw) > _MAX_BYTES:
             raise CacheFormatError("larger than 1 MiB")
         body = parse_json(raw.decode())
@@ -147,6 +147,11 @@ class PersistentCache:
             self._warned.add(kind)
         if first:
             warnings.warn(f"config cache: could not {kind} {text} (a miss; later ones are not reported)", stacklevel=4)
+
+
+def _open(file: str, flags: int) -> int:
+    """Opens neither through a link nor waiting for a pipe."""
+    return os.open(file, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
 def _checksum(body: dict) -> str:

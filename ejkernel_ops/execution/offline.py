@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -135,8 +134,7 @@ def _tuned(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: di
     )
 
 
-def operand_shapes(inv: Invocation, most: int = 3) -> str:
-    """The first operands of a call, such as `float32[8,128] float32[128,64] ...`."""
-    shapes: Iterable[str] = [f"{x.dtype.name}{list(x.shape)}".replace(" ", "") for x in inv.operands]
-    shapes = list(shapes)
-    return " ".join(shapes[:most]) + (" ..." if len(shapes) > most else "")
+def operand_shapes(inv: Invocation) -> str:
+    """The first two operands of a call, such as `float32[8,128] float32[128,64] ...`."""
+    shapes = [f"{x.dtype.name}{list(x.shape)}".replace(" ", "") for x in inv.operands]
+    return " ".join(shapes[:2]) + (" ..." if len(shapes) > 2 else "")

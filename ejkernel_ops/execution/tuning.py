@@ -127,7 +127,7 @@ class Autotuner:
         found = inv.kernel.variant("candidate_cfgs", None, inv.platform)(inv) if candidates is None else candidates
         configs = list(dict.fromkeys([default, *found]))
         inputs = inv.kernel.make_inputs(inv, np.random.default_rng(SEED)) if inputs is None else list(inputs)
-        reference = Reference(inv, inputs)
+        reference = _reference(inv, inputs)
         trials, runs = [], {}
         for cfg in configs:
             if deadline is not None and time.monotonic() > deadline and runs:
@@ -202,6 +202,13 @@ class Autotuner:
             raise TuningError(f"no candidate could be run: {'; '.join(reasons) or 'there are none'}")
         times = dict(zip(runs, interleaved(list(runs.values()), self.num_iters)))
         return min(runs, key=lambda cfg: statistics.median(times[cfg]))
+
+
+def _reference(inv: Invocation, inputs: Sequence[Any]) -> Reference:
+    try:
+        return Reference(inv, inputs)
+    except Exception as error:  # any failure of the plain path means that nothing can be compared
+        raise TuningError(f"the heuristic config of {inv!r} does not run, so nothing can be compared: {_first_line(error)}") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The config type that the built-in ops share, and how it is split between directions."""
+"""What the built-in ops share: the config type, and canonical forms of arguments."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from ..core.kernel import BACKENDS
 from ..errors import ConfigError
@@ -65,6 +66,18 @@ def explicit_config(config_type: type[C], config: Any, cfg: Any, backend: str | 
     if config.backend not in (None, backend):
         raise ConfigError(f"backend is {backend!r}, but config.backend is {config.backend!r}; give one")
     return dataclasses.replace(config, backend=backend)
+
+
+def as_array(name: str, x: Any) -> jax.Array:
+    """An argument as an array, in the types that JAX has.
+
+    Raises:
+        TypeError: not an array, nor what makes one.
+    """
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is a {type(x).__name__}; expected an array") from None
 
 
 def canonical_precision(precision: Any) -> Any:

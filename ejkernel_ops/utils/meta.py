@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..errors import LabelError
@@ -146,9 +146,10 @@ class CallSite:
 _FUNCTION = re.compile(r"^\s*func\.func .*?@(\"[^\"]+\"|[\w.$-]+)")
 _CALL = re.compile(r"\bcall @(\"[^\"]+\"|[\w.$-]+)")
 _ATTRIBUTE = re.compile(r'ejkernel_(call|cfg|path) = "((?:[^"\\]|\\.)*)"')
-_CONSTANT = re.compile(r"^\s*(%\w+) = stablehlo\.constant dense<(\d+)> : tensor<i(?:32|64)>")
+_CONSTANT = re.compile(r"^\s*(%\w+) = stablehlo\.constant dense<(\d{1,18})> : tensor<i(?:32|64)>")
+_MOST_RUNS = 1 << 62  # of nested loops: text that is no program must not cost arithmetic with huge numbers
 _COMPARE = re.compile(r"stablehlo\.compare\s+LT, (%\w+), (%\w+)")
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*(?:"|$)')  # one without an end, too: else time would be quadratic
 
 
 def call_sites(program: Any, prefix: str | None = None) -> list[CallSite]:
@@ -161,25 +162,32 @@ def call_sites(program: Any, prefix: str | None = None) -> list[CallSite]:
     Returns:
         One entry for each labelled op in a function's text.
     """
-    functions = dict(_functions(program_text(program), label_prefix(prefix)))
-    totals: dict[str, tuple[int, int]] = {}
-
-    def total(name: str) -> tuple[int, int]:
-        if name not in totals:
-            totals[name] = (1, 1) if name == "main" else (0, 0)
-            for caller, (_, called) in functions.items():
-                for times in called.get(name, ()):
-                    calls, runs = total(caller)
-                    totals[name] = (totals[name][0] + calls, totals[name][1] + runs * times)
-        return totals[name]
-
+    is_label = re.compile(re.escape(label_prefix(prefix)) + _LABEL).fullmatch
+    functions = dict(_functions(program_text(program), is_label))
+    totals = _totals({name: called for name, (_, called) in functions.items()})
     sites = []
     for name, (marks, _) in functions.items():
-        calls, runs = total(name)
+        calls, runs = totals[name]
         for mark, times in marks:
             if calls:
                 sites.append(CallSite(mark["call"], calls, runs * times, mark.get("cfg", ""), mark.get("path", "")))
     return sites
+
+
+def _totals(called: dict[str, dict[str, list[int]]]) -> dict[str, tuple[int, int]]:
+    """How often `main` leads to each function: calls in the text, and the same times the loops around them."""
+    totals = dict.fromkeys(called, (0, 0)) | {"main": (1, 1)}
+    callers = Counter(name for names in called.values() for name in names)
+    ready = [name for name in called if not callers[name]]
+    while ready:  # each function after all of its callers; text with a cycle is not a program, its members stay at 0
+        calls, runs = totals[caller := ready.pop()]
+        for name, times in called[caller].items():
+            if name in called:
+                totals[name] = (totals[name][0] + calls * len(times), totals[name][1] + runs * sum(times))
+                callers[name] -= 1
+                if not callers[name]:
+                    ready.append(name)
+    return totals
 
 
 def count_labels(program: Any, prefix: str | None = None) -> Counter[str]:
@@ -190,10 +198,10 @@ def count_labels(program: Any, prefix: str | None = None) -> Counter[str]:
     return counts
 
 
-def _functions(text: str, prefix: str) -> Iterator[tuple[str, tuple[list, dict[str, list[int]]]]]:
+def _functions(text: str, is_label: Callable) -> Iterator[tuple[str, tuple[list, dict[str, list[int]]]]]:
     """Each function's labelled ops and calls, with the product of the loop lengths around them."""
     name, marks, called = "", [], {}
-    depth, loops, constants, trip = 0, [], {}, 1  # loops: (depth of the loop's body, its length)
+    depth, loops, constants, trip = 0, [], {}, 1  # loops: (depth of the loop's body, runs of the body)
     for line in text.splitlines():
         if found := _FUNCTION.match(line):
             if name:
@@ -204,17 +212,15 @@ def _functions(text: str, prefix: str) -> Iterator[tuple[str, tuple[list, dict[s
             constants[found[1]] = int(found[2])
         elif "stablehlo.compare" in line and (found := _COMPARE.search(line)):
             trip = constants.get(found[2], 1)
-        times = 1
-        for _, length in loops:
-            times *= length
+        times = loops[-1][1] if loops else 1
         if "ejkernel_call" in line:
             mark = {kind: _unescape(value) for kind, value in _ATTRIBUTE.findall(line)}
-            if mark.get("call", "").startswith(prefix):
+            if is_label(mark.get("call", "")):
                 marks.append((mark, times))
         if found := _CALL.search(plain if '@"' not in line else line):
             called.setdefault(found[1].strip('"'), []).append(times)
         if plain.strip() == "} do {":
-            loops.append((depth, trip))
+            loops.append((depth, min(times * trip, _MOST_RUNS)))
             trip = 1
             continue
         depth += plain.count("{") - plain.count("}")

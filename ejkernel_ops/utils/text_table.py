@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterable, Sequence
 
 from rich import box
@@ -12,7 +11,7 @@ from rich.table import Table
 
 
 def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", right: Sequence[str] = ()) -> str:
-    """Rows under columns, as wide as `COLUMNS` says (default 140 characters).
+    """Rows under columns, as wide as they need: what shows the text may wrap or scroll it.
 
     Args:
         columns: names.
@@ -26,5 +25,5 @@ def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: 
     for row in rows:
         table.add_row(*row)
     out = io.StringIO()
-    Console(file=out, width=int(os.environ.get("COLUMNS") or 140), color_system=None).print(table, markup=False)
+    Console(file=out, width=400, color_system=None).print(table, markup=False)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ...errors import UnsupportedError
 from ...execution.executor import default_executor
-from ..config import canonical_precision, explicit_config
+from ..config import as_array, canonical_precision, explicit_config
 from .config import AttentionConfig, compute_dtype
 from .kernels import ATTENTION, ATTENTION_BWD
 
@@ -104,8 +104,10 @@ def flash_attention(
         raise UnsupportedError(
             f"context_axis is {context_axis!r}: a length that is split over devices is not supported yet; pass None"
         )
-    query, key, value = _array("query", query), _array("key", key), _array("value", value)
-    bias, mask, sinks = _array("bias", bias), _array("mask", mask), _array("sinks", sinks)
+    query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
+    bias, mask, sinks = (
+        None if x is None else as_array(name, x) for name, x in (("bias", bias), ("mask", mask), ("sinks", sinks))
+    )
     _check_shapes(query, key, value)
     batch, q_len, num_heads, head_dim = query.shape
     kv_len = key.shape[1]
@@ -141,16 +143,6 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _array(name: str, x: Any) -> Any:
-    """An argument as an array, for messages to speak of; `None` stays."""
-    if x is None and name in ("bias", "mask", "sinks"):
-        return None
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} is a {type(x).__name__}; expected an array") from None
-
-
 def _number(name: str, x: Any) -> float:
     """An argument as a number that is part of the program."""
     try:
@@ -179,7 +171,8 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
     heads, kv_heads = query.shape[2], key.shape[2]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"query has {heads} heads and key has {kv_heads}: expected a multiple (for multi-query attention pass 1 key head)"
+            f"query has {heads} heads and key has {kv_heads}: expected a multiple "
+            "(for multi-query attention pass 1 key head)"
         )
 
 
@@ -229,7 +222,7 @@ def _offset(q_offset: Any, batch: int, end: int) -> tuple[int | None, Any]:
         return end, None
     if isinstance(q_offset, (int, np.integer)) and not isinstance(q_offset, bool):
         return int(q_offset), None
-    q_offset = _array("q_offset", q_offset)
+    q_offset = as_array("q_offset", q_offset)
     if q_offset.ndim == 0:
         q_offset = jnp.broadcast_to(q_offset, (batch,))
     return None, _ints("q_offset", q_offset, (batch,))
@@ -257,7 +250,7 @@ def _segments(q_ids: Any, kv_ids: Any, batch: int, q_len: int, kv_len: int) -> t
 
 
 def _ints(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
-    x = _array(name, x)
+    x = as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} is {x.dtype}; expected an int type")
     if x.shape != shape:

@@ -126,11 +126,11 @@ class LinearBackward(Kernel):
             )
             return dx, (dw, grad.sum(0) if need_b else None)
 
-        lead = x.shape[:-1]
-        flat = [None if a is None else a.reshape(-1, a.shape[-1]) for a in (x, preact, dout, dpreact)]
+        rows = math.prod(x.shape[:-1])
+        flat = [None if a is None else a.reshape(rows, a.shape[-1]) for a in (x, preact, dout, dpreact)]
         chunk = min(cfg.bwd.blocksize_m, _num_rows(x))
         dx, (dw, db) = _over_rows(gradients, flat, chunk, summed=True)
-        return None if dx is None else dx.reshape(*lead, -1), dw, db
+        return None if dx is None else dx.reshape(x.shape), dw, db
 
 
 class LinearForward(Kernel):

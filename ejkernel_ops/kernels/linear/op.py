@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...execution.executor import default_executor
 from ..activations import check_activation
-from ..config import canonical_precision, explicit_config
+from ..config import as_array, canonical_precision, explicit_config
 from .kernels import LINEAR, LinearConfig
 
 
@@ -58,25 +59,32 @@ def linear(
     """
     if weight_layout not in ("io", "oi"):
         raise ValueError(f"weight_layout is {weight_layout!r}; expected 'io' (in, out) or 'oi' (out, in)")
-    for name, a in (("x", x), ("weight", weight), *([("bias", bias)] if bias is not None else [])):
-        if not jnp.issubdtype(jnp.result_type(a), jnp.floating):
-            raise TypeError(f"{name} is {jnp.result_type(a)}; expected a float type")
-    if jnp.ndim(x) < 1 or jnp.ndim(weight) != 2:
-        raise ValueError(f"x has shape {jnp.shape(x)} and weight {jnp.shape(weight)}; expected (..., in) and two axes")
+    x, weight, bias = as_array("x", x), as_array("weight", weight), None if bias is None else as_array("bias", bias)
+    for name, a in (("x", x), ("weight", weight), ("bias", bias)):
+        if a is not None and not jnp.issubdtype(a.dtype, jnp.floating):
+            raise TypeError(f"{name} is {a.dtype}; expected a float type")
+    if x.ndim < 1 or weight.ndim != 2:
+        raise ValueError(f"x has shape {x.shape} and weight {weight.shape}; expected (..., in) and two axes")
     features, out_features = weight.shape if weight_layout == "io" else weight.shape[::-1]
     if x.shape[-1] != features:
         other = "oi" if weight_layout == "io" else "io"
         hint = f"; for weights stored the other way pass weight_layout={other!r}" if x.shape[-1] == out_features else ""
         raise ValueError(f"x has {x.shape[-1]} features and weight takes {features} (layout {weight_layout!r}){hint}")
-    if bias is not None and jnp.shape(bias) != (out_features,):
-        raise ValueError(f"bias has shape {jnp.shape(bias)}; expected ({out_features},)")
+    if bias is not None and bias.shape != (out_features,):
+        raise ValueError(f"bias has shape {bias.shape}; expected ({out_features},)")
     dtype = jnp.promote_types(x.dtype, weight.dtype)
-    out_dtype = dtype if preferred_element_type is None else preferred_element_type
     one_row = x.ndim == 1
-    x = jnp.asarray(x)[None] if one_row else jnp.asarray(x)
     out, _ = default_executor()(
-        LINEAR, x.astype(dtype), jnp.asarray(weight).astype(dtype), bias,
+        LINEAR, (x[None] if one_row else x).astype(dtype), weight.astype(dtype), bias,
         cfg=explicit_config(LinearConfig, config, cfg, backend), activation=check_activation(activation),
-        weight_layout=weight_layout, out_dtype=jnp.dtype(out_dtype), precision=canonical_precision(precision),
+        weight_layout=weight_layout, out_dtype=_result_type(preferred_element_type, dtype),
+        precision=canonical_precision(precision),
     )  # fmt: skip
     return out[0] if one_row else out
+
+
+def _result_type(preferred: Any, default: Any) -> Any:
+    dtype = jax.dtypes.canonicalize_dtype(default if preferred is None else preferred)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"preferred_element_type is {dtype}; expected a float type")
+    return dtype

@@ -1,0 +1,362 @@
+"""Layers for Flax NNX, and what is done around a model: swap, report, tune, explain, check, set_config."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import ejkernel_ops as ek
+import ejlayers
+
+WIDTH = 16
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 32, rngs=rngs)
+        self.down = nnx.Linear(32, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(x, is_causal=True)
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, 8, rngs=rngs)
+        self.tied = self.head
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+X = jax.random.normal(jax.random.key(0), (2, 9, WIDTH))
+
+
+def model(seed=0):
+    return Model(nnx.Rngs(seed))
+
+
+@nnx.jit
+def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda m: jnp.square(m(x)).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def adam(m):
+    return nnx.Optimizer(m, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def states_equal(a, b):
+    a, b = (nnx.to_flat_state(s) for s in (a, b))
+    assert [path for path, _ in a] == [path for path, _ in b]
+    for (_, x), (_, y) in zip(a, b):
+        assert type(x) is type(y)
+        assert np.array_equal(jax.random.key_data(x[...]) if "key" in str(x.dtype) else x[...],
+                              jax.random.key_data(y[...]) if "key" in str(y.dtype) else y[...])  # fmt: skip
+
+
+# Layers
+
+
+LAYERS = {
+    "linear": (nnx.Linear, ejlayers.nnx.Linear, (WIDTH, 8), {}),
+    "linear without bias": (nnx.Linear, ejlayers.nnx.Linear, (WIDTH, 8), {"use_bias": False}),
+    "attention": (nnx.MultiHeadAttention, ejlayers.nnx.MultiHeadAttention, (4, WIDTH), {"decode": False}),
+    "grouped heads": (
+        nnx.MultiHeadAttention, ejlayers.nnx.MultiHeadAttention, (4, WIDTH),
+        {"decode": False, "num_kv_heads": 2, "normalize_qk": True, "use_bias": False},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_same_seed_gives_the_same_parameters_state_and_results(name):
+    stock, ours, args, kwargs = LAYERS[name]
+    a, b = stock(*args, **kwargs, rngs=nnx.Rngs(3)), ours(*args, **kwargs, rngs=nnx.Rngs(3))
+    assert isinstance(b, stock)
+    states_equal(nnx.state(a), nnx.state(b))
+    report = ejlayers.check(a, b, X)
+    assert report.output_abs < 1e-5
+    assert report.grad_rel < 1e-4
+
+
+def test_state_of_one_restores_into_the_other():
+    a, b = nnx.Linear(WIDTH, 8, rngs=nnx.Rngs(0)), ejlayers.nnx.Linear(WIDTH, 8, rngs=nnx.Rngs(1))
+    nnx.update(b, nnx.state(a))
+    assert jnp.allclose(a(X), b(X), atol=1e-6)
+    nnx.update(a, nnx.state(ejlayers.nnx.Linear(WIDTH, 8, rngs=nnx.Rngs(2))))
+
+
+MASKS = {
+    "causal": ({"is_causal": True}, {}),
+    "key padding": ({"mask": jnp.arange(9)[None, None, None, :] < jnp.array([5, 9])[:, None, None, None]}, {}),
+    "causal and key padding": (
+        {"is_causal": True, "mask": jnp.arange(9)[None, None, None, :] < jnp.array([5, 9])[:, None, None, None]}, {},
+    ),
+    "by head": ({"mask": jax.random.bernoulli(jax.random.key(1), 0.8, (2, 4, 9, 9)).at[..., 0].set(True)}, {}),
+    "float mask": ({"mask": jnp.tril(jnp.ones((1, 1, 9, 9)))}, {}),
+    "deterministic": ({"deterministic": True}, {"dropout_rate": 0.5}),
+    "bfloat16": ({}, {"dtype": jnp.bfloat16}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_honours_every_argument_that_flax_passes(name):
+    call, ctor = MASKS[name]
+    a = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(3), **ctor)
+    b = ejlayers.nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(3), **ctor)
+    tolerance = 2e-2 if name == "bfloat16" else 1e-5
+    assert jnp.allclose(a(X, **call), b(X, **call), atol=tolerance)
+
+
+def test_attention_takes_any_number_of_batch_axes():
+    a = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(3))
+    b = ejlayers.swap(nnx.clone(a))
+    for x in (X[0], X, jnp.stack([X, 2 * X])):
+        assert jnp.allclose(b(x, is_causal=True), jnp.stack([a(y, is_causal=True) for y in x.reshape(-1, 9, WIDTH)]).reshape(x.shape), atol=1e-5)  # fmt: skip
+
+
+def test_dropout_draws_anew_each_step_and_keeps_the_mean():
+    layer = ejlayers.nnx.MultiHeadAttention(
+        4, WIDTH, decode=False, dropout_rate=0.3, broadcast_dropout=False, deterministic=False, rngs=nnx.Rngs(3)
+    )
+    first, second = layer(X), layer(X)
+    assert not jnp.allclose(first, second)
+    draw = nnx.jit(lambda m, x: m(x))
+    mean = jnp.stack([draw(layer, X) for _ in range(400)]).mean(0)
+    assert jnp.abs(mean - layer(X, deterministic=True)).max() < 0.1
+
+
+def test_shared_dropout_and_sown_weights_run_as_flax_does():
+    kwargs = {"decode": False, "dropout_rate": 0.3, "deterministic": False}
+    a = nnx.MultiHeadAttention(4, WIDTH, **kwargs, rngs=nnx.Rngs(3))
+    b = ejlayers.nnx.MultiHeadAttention(4, WIDTH, **kwargs, rngs=nnx.Rngs(3))
+    assert jnp.allclose(a(X), b(X), atol=1e-6)  # the same draws: broadcast_dropout is Flax's default
+    with pytest.warns(DeprecationWarning, match="sow"):  # Flax's own, about its own sow
+        b(X, sow_weights=True, deterministic=True)
+    assert b.attention_weights.get_value()[0].shape == (2, 4, 9, 9)
+
+
+def test_decoding_equals_the_stock_layer():
+    layers = [cls(4, WIDTH, decode=True, rngs=nnx.Rngs(3)) for cls in (nnx.MultiHeadAttention, ejlayers.nnx.MultiHeadAttention)]
+    for layer in layers:
+        layer.init_cache((2, 9, WIDTH))
+    for t in range(3):
+        a, b = (layer(X[:, t : t + 1]) for layer in layers)
+        assert jnp.allclose(a, b, atol=1e-5)
+
+
+def test_bad_arguments_are_refused_as_by_the_stock_layer():
+    layer = ejlayers.nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="Incompatible input dimension"):
+        layer(jnp.ones((2, 3, 5)))
+    with pytest.raises(ek.ConfigError, match="attention_fn"):
+        ejlayers.nnx.MultiHeadAttention(4, WIDTH, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="features"):
+        ejlayers.nnx.Linear(4, 5, rngs=nnx.Rngs(0))(jnp.ones((2, 3)))
+
+
+# swap and report
+
+
+def test_swap_keeps_object_variables_ties_and_optimizer():
+    m = model()
+    optimizer, variables = adam(m), [v for _, v in nnx.to_flat_state(nnx.state(m))]
+    before = nnx.state(m)
+    assert ejlayers.swap(m) is m
+    assert m.tied is m.head
+    assert type(m.head) is ejlayers.nnx.Linear
+    assert isinstance(m.head, nnx.Linear)
+    states_equal(before, nnx.state(m))
+    assert m.head.kernel is next(v for v in variables if v is m.head.kernel)
+    twin = model()
+    stock_losses = [float(step(twin, o, X)) for o in [adam(twin)] for _ in range(5)]
+    losses = [float(step(m, optimizer, X)) for _ in range(5)]
+    assert np.allclose(losses, stock_losses, atol=1e-5)
+
+
+def test_swapping_twice_is_swapping_once():
+    m = ejlayers.swap(model())
+    config = ek.LinearConfig(fwd=ek.FwdParams(blocksize_m=4))
+    ejlayers.set_config(m, {"head": config})
+    ejlayers.swap(m)
+    assert m.head.config == config
+    assert all(row.replaced for row in ejlayers.report(m).rows)
+
+
+def test_revert_and_original_are_stock_again():
+    m = model()
+    definition = nnx.graphdef(m)
+    ejlayers.swap(m, config=ek.LinearConfig(backend="xla"))
+    stock = ejlayers.report(m).original()
+    assert type(stock.head) is nnx.Linear
+    assert stock.head.kernel is m.head.kernel  # the same parameters
+    assert stock.tied is stock.head
+    assert type(m.head) is ejlayers.nnx.Linear
+    assert ejlayers.report(m).revert() is m
+    assert nnx.graphdef(m) == definition
+
+
+def test_layers_with_their_own_functions_and_subclasses_are_skipped_with_a_reason():
+    class Special(nnx.Linear):
+        pass
+
+    m = model()
+    m.head = Special(WIDTH, 8, rngs=nnx.Rngs(0))
+    m.blocks[0].up.dot_general = lambda *a, **k: jax.lax.dot_general(*a, **k)
+    m.blocks[1].attention.attention_fn = lambda q, k, v, **kw: v
+    report = {row.path: row for row in ejlayers.report(ejlayers.swap(m)).rows}
+    assert report["blocks.0.up"].note == "custom dot_general"
+    assert report["blocks.1.attention"].note == "custom attention_fn"
+    assert "subclass" in report["head"].note
+    assert report["blocks.0.down"].replaced
+    assert "custom dot_general" in str(ejlayers.report(m))
+
+
+def test_rules_choose_by_path_and_type_and_the_first_wins():
+    config = ek.LinearConfig(fwd=ek.FwdParams(blocksize_m=4))
+    rules = {"blocks.*.up": config, "blocks.1.**": False, nnx.MultiHeadAttention: True, "head": False}
+    m = ejlayers.swap(model(), rules=rules)
+    found = {row.path: (row.replaced, row.note) for row in ejlayers.report(m).rows}
+    assert found["blocks.0.up"][1].startswith("pinned: config=LinearConfig")
+    assert found["blocks.1.up"][0]
+    assert found["blocks.1.attention"] == (False, "a rule says so")
+    assert found["head"] == (False, "a rule says so")
+    assert found["blocks.0.attention"] == (True, "")
+    with pytest.raises(ek.ConfigError, match=r"'blocks\.0\.upp' matches no layer.*did you mean 'blocks\.0\.up'"):
+        ejlayers.swap(model(), rules={"blocks.0.upp": True})
+    with pytest.raises(ek.ConfigError, match="expected a AttentionConfig"):
+        ejlayers.swap(model(), rules={"**.attention": config})
+    with pytest.raises(ek.ConfigError, match="expected True, False or"):
+        ejlayers.swap(model(), rules={"**": 3})
+
+
+def test_abstract_stacked_and_vmapped_models_swap():
+    abstract = ejlayers.swap(nnx.eval_shape(lambda: model()))
+    assert type(abstract.head) is ejlayers.nnx.Linear
+
+    @nnx.vmap
+    def stack(key):
+        return Block(nnx.Rngs(key))
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    stacked, plain = ejlayers.swap(stack(keys)), stack(keys)
+
+    def run(blocks):
+        def layer(x, block):
+            return block(x)
+
+        return nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(X, blocks)
+
+    assert jnp.allclose(run(stacked), run(plain), atol=1e-5)
+    rows = ejlayers.explain(nnx.jit(run), stacked).rows
+    assert {(r.path, r.op, r.executions) for r in rows} == {
+        ("attention", "flash_attention@v1", 3), ("up", "linear@v1", 3), ("down", "linear@v1", 3),
+    }  # fmt: skip
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ek.ConfigError, match=r"expected a flax\.nnx\.Module"):
+        ejlayers.swap({"a": 1})
+
+
+# check, explain, set_config, tune
+
+
+def test_check_sees_a_difference():
+    a, b = model(), ejlayers.swap(model())
+    assert ejlayers.check(b, X).output_abs < 1e-5
+    b.head.bias[...] += 0.5
+    report = ejlayers.check(a, b, X)
+    assert 0.4 < report.output_abs < 0.6
+    assert "outputs differ" in str(report)
+
+
+def test_explain_has_paths_and_sources_and_leaves_labels_and_model_alone():
+    m = ejlayers.swap(model())
+    pinned = ek.LinearConfig(fwd=ek.FwdParams(blocksize_m=4), bwd=ek.BwdParams(blocksize_m=8))
+    ejlayers.set_config(m, {"blocks.0.up": pinned})
+    definition, optimizer = nnx.graphdef(m), adam(m)
+    report = ejlayers.explain(step, m, optimizer, X)
+    assert nnx.graphdef(m) == definition
+    rows = {(r.path, r.op): r for r in report.rows}
+    assert len(rows) == len(report.rows) == 14  # seven layers, forward and backward
+    assert rows["blocks.0.up", "linear@v1"].config == "fwd.blocksize_m=4"
+    assert rows["blocks.0.up", "linear@v1"].source == "heuristic+pinned"  # the back end was not pinned
+    assert rows["blocks.0.up", "linear_bwd@v1"].config == "bwd.blocksize_m=8"
+    assert rows["blocks.1.up", "linear@v1"].source == "heuristic"
+    assert {r.label for r in report.rows} == set(ek.find_labels_in_lowered(step.lower(m, optimizer, X)))
+    assert report.to_markdown().count("\n") == 15
+    assert report.to_dict()[0]["count"] == 1
+    assert "blocks.0.up" in str(report)
+
+
+def test_pinned_config_beats_a_result_and_does_not_leak():
+    m = ejlayers.swap(model())
+    ejlayers.set_config(m, {"blocks.0.up": ek.LinearConfig(fwd=ek.FwdParams(blocksize_m=4))})
+    result = ejlayers.tune(nnx.jit(lambda m, x: m(x)), m, X, selector=quick(), whole_step=False)
+    tuned = {e.call_key: ek.LinearConfig(backend="xla", fwd=ek.FwdParams(blocksize_m=5)) for e in result.entries if e.op_id_v == "linear@v1"}
+    overlay = {ek.Key(result.device, "linear@v1", key): cfg for key, cfg in tuned.items()}
+    with ek.overlay_cache(overlay):
+        rows = {r.path: r for r in ejlayers.explain(nnx.jit(lambda m, x: m(x)), m, X).rows}
+    assert rows["blocks.0.up"].config == "fwd.blocksize_m=4"
+    assert rows["blocks.1.up"].config == "fwd.blocksize_m=5"
+
+
+def test_changing_a_config_retraces_once_and_the_optimizer_goes_on():
+    m, traces = ejlayers.swap(model()), []
+    optimizer = adam(m)
+
+    @nnx.jit
+    def counted(m, optimizer, x):
+        traces.append(1)
+        return step(m, optimizer, x)
+
+    counted(m, optimizer, X)
+    config = ek.LinearConfig(fwd=ek.FwdParams(blocksize_m=4))
+    for tree in (m, (m, optimizer), {"model": m}):  # equal content: no further trace
+        ejlayers.set_config(tree, {"**.head" if tree is not m else "head": config})
+        counted(m, optimizer, X)
+    assert len(traces) == 2
+    ejlayers.set_config(m, {"head": None})
+    assert m.head.config is None
+
+
+def quick():
+    return ek.ConfigSelectorChain(tuner=ek.Autotuner(num_iters=1))
+
+
+def test_tune_takes_every_kind_of_step_and_changes_no_argument():
+    m = ejlayers.swap(model())
+    optimizer, before = adam(m), nnx.clone(nnx.state(m))
+    chain = quick()
+    result = ejlayers.tune(step, m, optimizer, X, selector=chain)
+    states_equal(before, nnx.state(m))
+    assert sorted({e.op_id_v for e in result.entries}) == [
+        "flash_attention@v1", "flash_attention_bwd@v1", "linear@v1", "linear_bwd@v1",
+    ]  # fmt: skip
+    assert sum(e.count for e in result.entries if e.op_id_v == "linear@v1") == 5
+    assert result.step_ms is not None
+    assert "whole step" in str(result)
+
+    def plain(model, optimizer, x):
+        return step(model, optimizer, x)
+
+    assert ejlayers.tune(plain, m, optimizer, X, selector=chain, whole_step=False).digest == result.digest
+    with result:
+        assert np.isfinite(step(m, optimizer, X))
+
+
+def test_tune_takes_abstract_arguments_and_functions_of_arrays():
+    w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    result = ejlayers.tune(jax.grad(lambda w: ek.linear(w, w).sum()), w, selector=quick())
+    assert sorted(e.op_id_v for e in result.entries) == ["linear@v1", "linear_bwd@v1"]
+    assert result.step_ms is None

@@ -1,0 +1,224 @@
+"""Tuning: the fastest right config wins, whatever the others do; `autotune_lowered` needs `lower()` alone."""
+
+import fakes
+import jax
+import jax.numpy as jnp
+import pytest
+from fakes import FAKE, WRONG, FakeConfig
+
+import ejkernel_ops as ek
+from ejkernel_ops.kernels import LINEAR
+
+X = jnp.linspace(-2.0, 2.0, 21).reshape(7, 3)
+
+
+@pytest.fixture
+def candidates(monkeypatch):
+    def use(*configs, default=FakeConfig(ms=2.0)):
+        monkeypatch.setattr(fakes.Fake, "candidates", configs)
+        monkeypatch.setattr(fakes.Fake, "default", default)
+
+    return use
+
+
+def tuner():
+    return ek.Autotuner(num_iters=3)
+
+
+def tune(on_event=None):
+    return tuner().tune(ek.Invocation(FAKE, (X,)), on_event=on_event)
+
+
+def test_fastest_right_candidate_wins(candidates):
+    candidates(FakeConfig(ms=1.0), FakeConfig(ms=6.0))
+    tuned = tune()
+    assert tuned.cfg == FakeConfig(ms=1.0)
+    assert tuned.ms < tuned.heuristic_ms
+    assert [t.status for t in tuned.trials] == ["timed"] * 3
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_fast_but_wrong_candidate_never_wins(candidates, kind):
+    candidates(FakeConfig(kind, ms=0.0), FakeConfig(ms=1.0))
+    tuned = tune()
+    assert tuned.cfg == FakeConfig(ms=1.0)
+    [wrong] = [t for t in tuned.trials if t.status == "wrong"]
+    assert wrong.cfg.kind == kind
+    assert "output 0" in wrong.reason
+
+
+def test_failures_are_reasons_and_do_not_stop_the_others(candidates):
+    candidates(FakeConfig("fails"), FakeConfig("crashes"), FakeConfig(ms=0.5))
+    tuned = tune()
+    failed = [t for t in tuned.trials if t.status == "failed"]
+    assert [t.cfg.kind for t in failed] == ["fails", "crashes"]
+    assert failed[0].reason == "ValueError: out of shared memory"
+    assert tuned.cfg == FakeConfig(ms=0.5)
+
+
+def test_small_gain_is_a_tie_that_the_heuristic_wins(candidates):
+    candidates(FakeConfig(ms=4.99), default=FakeConfig(ms=5.0))
+    assert tune().cfg == FakeConfig(ms=5.0)
+
+
+def test_unusable_heuristic_is_an_error_that_lists_reasons(candidates):
+    candidates(FakeConfig("fails"), default=FakeConfig("fails", ms=1.0))
+    with pytest.raises(ek.TuningError, match="out of shared memory"):
+        tune()
+
+
+def test_tuning_inside_a_trace_is_refused(candidates):
+    candidates()
+    with pytest.raises(ek.TuningError, match="inside a trace"):
+        jax.jit(lambda x: (tune(), x)[1])(X)
+
+
+def test_config_for_an_absent_back_end_is_illegal_with_its_reason():
+    configs = [ek.LinearConfig(backend="cudnn")]
+    tuned = tuner().tune(ek.Invocation(LINEAR, (jnp.ones((4, 3)), jnp.ones((3, 2)))), configs)
+    [trial] = [t for t in tuned.trials if t.status == "illegal"]
+    assert "no cudnn version" in trial.reason
+
+
+def test_every_candidate_is_reported(candidates):
+    candidates(FakeConfig("fails"), FakeConfig("zeros", ms=0.0))
+    seen = []
+    tune(lambda event, **data: seen.append((event, data["trial"].status, data["done"], data["total"])))
+    assert seen == [("trial", "timed", 1, 3), ("trial", "failed", 2, 3), ("trial", "wrong", 3, 3)]
+
+
+def test_budget_gives_the_best_so_far(candidates):
+    candidates(*(FakeConfig(ms=1.0 + i) for i in range(9)), default=FakeConfig(ms=20.0))
+    tuned = ek.Autotuner(num_iters=3, budget_s=0.05).tune(ek.Invocation(FAKE, (X,)))
+    assert any("budget" in t.reason for t in tuned.trials)
+    assert tuned.ms <= tuned.heuristic_ms
+
+
+def test_autotune_returns_a_config_and_stores_nothing(candidates):
+    candidates()
+    best = ek.autotune(FAKE, X, configs=[FakeConfig(ms=0.1), FakeConfig("nan", ms=0.0)], num_warmup=1, num_iters=3)
+    assert best == FakeConfig(ms=0.1)
+    assert len(ek.default_selector().cache) == 0
+
+
+def test_tuner_times_any_function():
+    def make(ms):
+        return lambda x: jax.pure_callback(lambda x: fakes._sleep(x, ms), x, x)
+
+    assert tuner().autotune(make, (X,), {}, [5.0, 0.5, 3.0]) == 0.5
+    with pytest.raises(ek.TuningError, match="no candidate"):
+        tuner().autotune(lambda cfg: 1 / 0 if cfg else None, (X,), {}, [])
+
+
+def test_benchmark_is_in_milliseconds():
+    assert 2.0 <= ek.benchmark(lambda: fakes._sleep(X, 2.0), num_iters=3) < 50.0
+
+
+# autotune_lowered
+
+
+def loss(w, x):
+    h = ek.linear(x, w, activation="silu")
+    h = jax.lax.scan(lambda h, _: (ek.linear(h, w), None), h, length=3)[0]
+    q = ek.linear(h, w).reshape(1, x.shape[0], 2, -1)
+    return jnp.square(ek.flash_attention(q, q, q, causal=True)).sum()
+
+
+W, ROWS = jnp.ones((8, 8)) / 8, jnp.ones((6, 8))
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    abstract = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (W, ROWS)]
+    return jax.jit(jax.grad(loss)).lower(*abstract)
+
+
+def selector(**options):
+    return ek.ConfigSelectorChain(tuner=ek.Autotuner(num_iters=1), **options)
+
+
+def test_lower_alone_is_enough_and_each_distinct_call_is_tuned_once_with_its_count(lowered):
+    result = ek.autotune_lowered(selector(), lowered)
+    found = sorted((e.op_id_v, e.count, e.executions) for e in result.entries)
+    assert found == [
+        ("flash_attention@v1", 1, 1),
+        ("flash_attention_bwd@v1", 1, 1),
+        ("linear@v1", 1, 1),  # with the activation
+        ("linear@v1", 2, 4),  # in the scan, and after it
+        ("linear_bwd@v1", 1, 1),
+        ("linear_bwd@v1", 2, 4),
+    ]
+    assert result.skipped == ()
+    assert all(e.trials and e.ms and e.heuristic_ms for e in result.entries)
+    assert sorted(f"ejkernel_ops#{e.op_id_v}:{e.call_key}" for e in result.entries) == sorted(
+        ek.find_labels_in_lowered(lowered)
+    )
+
+
+def test_text_of_the_program_will_do(lowered):
+    chain = selector()
+    first = ek.autotune_lowered(chain, lowered)
+    again = ek.autotune_lowered(chain, lowered.as_text())
+    assert [e.cfg for e in again.entries] == [e.cfg for e in first.entries]
+    assert {e.source for e in again.entries} == {"memory"}  # not tuned again
+
+
+def test_winners_reach_the_disk_and_a_new_selector_finds_them(lowered, tmp_path):
+    first = ek.autotune_lowered(selector(persistent=ek.PersistentCache(tmp_path)), lowered)
+    again = ek.autotune_lowered(selector(persistent=ek.PersistentCache(tmp_path)), lowered)
+    assert {e.source for e in again.entries} == {"disk"}
+    assert again.digest == first.digest
+    assert dict(ek.labels_to_configs(lowered, selector(persistent=ek.PersistentCache(tmp_path)))).keys()
+
+
+def test_one_failing_op_does_not_stop_the_rest(candidates):
+    candidates(default=FakeConfig("crashes"))
+    lowered = jax.jit(lambda x, w: ek.linear(FAKE(x), w)).lower(X, jnp.ones((3, 2)))
+    result = ek.autotune_lowered(selector(), lowered)
+    assert [e.op_id_v for e in result.entries] == ["linear@v1"]
+    [(label, reason)] = result.skipped
+    assert label.startswith("ejkernel_ops#fake@v1:")
+    assert "does not run" in reason
+    assert reason in str(result)
+    with pytest.raises(ek.TuningError):
+        ek.autotune_lowered(selector(), lowered, strict=True)
+
+
+def test_forged_label_is_skipped_with_a_reason():
+    text = 'func.func public @main() {\n %0 = x {mhlo.frontend_attributes = {ejkernel_call = "ejkernel_ops#a@v1:0123456789abcdef"}}\n}'
+    result = ek.autotune_lowered(selector(), text)
+    assert result.entries == ()
+    assert result.skipped == (("ejkernel_ops#a@v1:0123456789abcdef", "no such call was recorded in this process on this device"),)
+    with pytest.raises(ek.LabelError, match="no such call was recorded"):
+        ek.autotune_lowered(selector(), text, strict=True)
+
+
+def test_selector_may_be_left_out_and_what_is_no_program_is_refused(lowered):
+    ek.set_default_selector(selector())
+    assert len(ek.autotune_lowered(lowered).entries) == 6
+    with pytest.raises(ek.LabelError, match="expected a Lowered"):
+        ek.autotune_lowered(3)
+
+
+def test_clearing_the_registry_hides_but_does_not_forget(lowered):
+    ek.clear_invocations()
+    assert ek.get_invocations() == {}
+    assert len(ek.autotune_lowered(selector(), lowered).entries) == 6
+
+
+def test_recorded_calls_hold_no_arrays_and_can_be_tuned():
+    ek.clear_invocations()
+    jax.jit(lambda x: ek.linear(x, W)).lower(ROWS)
+    [(kernel, args, _)] = ek.get_invocations()["linear@v1"].values()
+    assert kernel is LINEAR
+    assert all(isinstance(a, jax.ShapeDtypeStruct) for a in args[:2])
+    assert [e.op_id_v for e in ek.autotune_recorded(selector()).entries] == ["linear@v1"]
+
+
+def test_tune_on_call_tunes_eager_calls_only():
+    chain = ek.ConfigSelectorChain(tuner=ek.Autotuner(num_iters=1), autotune=True)
+    executor = ek.Executor(chain)
+    executor(LINEAR, ROWS, W)
+    assert len(chain.cache) == 0  # a call is lowered, and so traced, when it is run
+    assert executor.choose_config(LINEAR, ROWS, W).backend == "xla"
+    assert len(chain.cache) == 1
