@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from ejkernel_ops.config.cache import Key
+from ejkernel_ops.config.choice import parse_description
 from ejkernel_ops.execution.offline import operand_shapes
 from ejkernel_ops.registry import find_call
 from ejkernel_ops.utils.fingerprint import device_fingerprint
@@ -125,13 +126,18 @@ def with_paths(tree: Any) -> Any:
 def _row(site: Any) -> CallRow:
     op, key = split_label(site.label)
     inv = find_call(Key(device_fingerprint(), op, key))
-    fields, sources, note = (*(part.strip() for part in site.config.split(" | ")), "", "", "")[:3]
-    given = dict(field.split("=", 1) for field in fields.split() if "=" in field)
-    backend = given.pop("backend", "-")
-    config = " ".join(f"{name}={value}" for name, value in given.items()) or fields.replace(f"backend={backend}", "")
-    tiers = list(dict.fromkeys(part.split(":")[-1] for part in sources.split(",") if part))
-    pinned = ["pinned" if tier == "call" and site.path else tier for tier in tiers]
-    shapes = operand_shapes(inv) if inv is not None else ""
+    fields, sources, note = parse_description(site.config)
+    backend = fields.pop("backend", "-")
+    tiers = ["pinned" if tier == "call" and site.path else tier for tier in dict.fromkeys(sources.values())]
     return CallRow(
-        site.path, op, site.label, shapes, backend, config, "+".join(pinned), note, site.calls, site.executions
+        path=site.path,
+        op=op,
+        label=site.label,
+        shapes="" if inv is None else operand_shapes(inv),
+        backend=backend,
+        config=" ".join(f"{name}={value}" if name else value for name, value in fields.items()),
+        source="+".join(tiers),
+        note=note,
+        count=site.calls,
+        executions=site.executions,
     )

@@ -208,6 +208,17 @@ def test_softmax_is_in_float32_for_bfloat16_inputs_also_where_logits_are_large()
         assert error <= min(most, 1.5 * np.abs(plain - exact).mean())
 
 
+def test_sums_are_in_float32_over_sixteen_thousand_keys():
+    """A sum that is kept in bfloat16 stops growing: nothing shorter shows it."""
+    floats, rng = inputs((2, 1 << 14), (1, 1), dtype=jnp.bfloat16, batch=1)
+    floats["query"] *= 0.1
+    floats["value"] = (1 + 0.1 * floats["value"]).astype(jnp.bfloat16)
+    dout, dlse = cotangents_of(floats, rng)
+    got = run(floats, {}, (dout, dlse), static(blocks(2, 64, 2, 64)))
+    exact, plain = (attention(floats, dout=dout, dlse=dlse, plain=p) for p in (False, True))
+    assert_as_good_as_plain(got, exact, plain, jnp.bfloat16)
+
+
 def test_numpy_arrays_and_lists_are_taken_as_jax_takes_them():
     query = np.zeros((1, 2, 1, 8))  # float64, as NumPy makes it, is float32 to JAX
     out = jax.eval_shape(lambda: flash_attention(query, query.astype(np.float32), query.tolist(), mask=[[True, False]]))
@@ -435,11 +446,11 @@ def test_scores_of_ten_thousand_give_finite_and_right_results():
         np.testing.assert_allclose(x, exact[name], rtol=2e-3, atol=2e-3 * np.abs(exact[name]).max(), err_msg=name)
 
 
-def test_kv_len_0_gives_0_and_q_len_0_an_empty_output():
-    for lengths in ((3, 0), (0, 3)):
-        floats, rng = inputs(lengths)
+def test_kv_len_0_gives_0_and_q_len_or_batch_0_an_empty_output():
+    for batch, lengths in ((2, (3, 0)), (2, (0, 3)), (0, (6, 9))):
+        floats, rng = inputs(lengths, batch=batch)
         got = run(floats, {}, cotangents_of(floats, rng), static(causal=True))
-        assert got["out"].shape == (2, lengths[0], 4, 8)
+        assert got["out"].shape == (batch, lengths[0], 4, 8)
         assert np.all(got["lse"] == -np.inf)
         assert all(not np.any(got[n]) for n in ("out", *floats))
         assert all(got[n].shape == floats[n].shape for n in floats)
@@ -475,6 +486,21 @@ def test_the_gradient_of_one_output_alone_is_that_of_the_reference(output):
 
     exact, plain = (attention(floats, **given, plain=p) for p in (False, True))
     assert_as_good_as_plain(jit(jax.grad(loss))(floats), exact, plain, np.float32)
+
+
+def test_the_gradient_of_one_array_alone_is_that_among_all():
+    floats, rng = inputs((5, 6))
+    floats |= {"bias": rng.normal(size=(5, 6)).astype(np.float32), "sinks": rng.normal(size=4).astype(np.float32)}
+    cotangents = cotangents_of(floats, rng)
+
+    def alone(floats, name):
+        return jax.vjp(lambda x: flash_attention(**(floats | {name: x}), return_lse=True), floats[name])[1](cotangents)[
+            0
+        ]
+
+    together = run(floats, {}, cotangents, static(None))
+    for name, x in jit(lambda floats: {n: alone(floats, n) for n in floats})(floats).items():
+        np.testing.assert_allclose(x, together[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -671,6 +697,7 @@ BAD = [  # argument, value, type of the error, what its message must say besides
     ("query", ones(2, 6, 4, 8, dtype=jnp.bfloat16), TypeError, ["bfloat16", "float32", "cast"]),
     ("query", ones(2, 6, 5, 8), ValueError, ["5 heads", "key has 2", "multiple"]),
     ("query", ones(2, 6, 4, 16), ValueError, ["16", "key 8"]),
+    ("query", ones(2, 6, 4, 0), ValueError, ["head_dim 0", "key 8"]),
     ("query", ones(3, 6, 4, 8), ValueError, ["(3, 6, 4, 8)", "key (2, 7, 2, 8)", "one batch"]),
     ("value", ones(2, 5, 2, 8), ValueError, ["(2, 5, 2, 8)", "key (2, 7, 2, 8)", "one length"]),
     ("key", None, TypeError, ["NoneType", "array"]),

@@ -114,8 +114,9 @@ def test_spellings_of_one_call_share_a_key(left, right):
 
 
 VALUES = [
-    None, 1, 1.0, True, False, 0, 0.0, -0.0, "1", "", float("nan"), float("inf"), 1j, (1,), [1], {1}, {"a": 1}, {1: "a"},
-    {"1": "a"}, (1, (2,)), ((1, 2),), Colour.RED, Colour.GREEN, Options(1), Options(1.0), Options(True), Options(1, (2,)),
+    None, 1, 1.0, True, False, 0, 0.0, -0.0, "1", "", float("nan"), float("inf"), 1j, (1,), [1], {1}, {"a": 1},
+    {1: "a"}, {"1": "a"}, (1, (2,)), ((1, 2),), Colour.RED, Colour.GREEN, Options(1), Options(1.0), Options(True),
+    Options(1, (2,)),
     jnp.float32, jnp.bfloat16, np.dtype("int8"), float, int, "float32", "array", Options, len, adds, lambda x: x + 1,
     lambda x: x + 2, lambda x: x + 1.0, lambda y: y + 1, lambda x, by=1: x + by, lambda x, by=2: x + by,
     lambda x: x in (1, 2), lambda x: x in {1, 2}, closed_over(1), closed_over(2), closed_over(1.0), closed_over(adds),
@@ -182,7 +183,7 @@ def test_local_shape_of_a_shard_is_in_the_key():
 def test_arguments_without_effect_are_not_in_the_key_of_an_op():
     query, key = np.zeros((1, 4, 2, 8), np.float32), np.zeros((1, 4, 1, 8), np.float32)
     assert labels_of(flash_attention, query, key, key) == labels_of(
-        lambda *a: flash_attention(*a, q_offset=3, softmax_scale=8**-0.5, config=AttentionConfig(backend="xla")),
+        lambda *a: flash_attention(*a, q_offset=3, config=AttentionConfig(backend="xla")),
         query, key, key,
     )  # fmt: skip
 
@@ -265,8 +266,9 @@ def test_names_are_restricted_to_what_labels_and_paths_can_hold(name):
     if name:  # an empty one is not given
         with pytest.raises(ConfigError, match="expected 1 to 64"):
             Probe(name)
-    with pytest.raises(ConfigError, match="expected 1 to 32"):
-        Probe("test_version", version=name)
+    if name.strip("."):
+        with pytest.raises(ConfigError, match="expected 1 to 32"):
+            Probe("test_version", version=name)
 
 
 def test_name_and_op_id_are_one_thing():
@@ -297,11 +299,11 @@ def loss(q, k, w):
     options = {"scale": 2.0, "dtype": jnp.float32}
     options = dict(reversed(options.items())) if turned else options
     names = {"one", "two", "three", "four"}
-    out = own(out, options=options, names=names, fn=lambda x: x if x is None or "a" in {"a", "b", "c"} else -x)
-    return (out ** 2).sum()
+    aux = own(jax.lax.stop_gradient(out), options=options, names=names, fn=lambda x: x if "a" in {"a", "b"} else -x)
+    return (out ** 2).sum(), aux
 
 q, k, w = jnp.zeros((2, 4, 2, 8)), jnp.zeros((2, 4, 1, 8)), jnp.zeros((8, 3))
-lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, w)
+lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True)).lower(q, k, w)
 digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
 print(json.dumps([ejkernel_ops.__file__, sorted(find_labels_in_lowered(lowered)), digest]))
 """

@@ -35,7 +35,7 @@ def inputs(rows=(6,), features=(8, 5), bias=True, layout="io", dtype=np.float32,
     rng, dtype = np.random.default_rng(seed), jnp.dtype(dtype)
     arrays = {
         "x": rng.normal(size=(*rows, features[0])).astype(dtype),
-        "weight": (rng.normal(size=features) / np.sqrt(features[0])).astype(dtype),
+        "weight": (rng.normal(size=features) / max(1, features[0]) ** 0.5).astype(dtype),
         **({"bias": rng.normal(size=features[1]).astype(dtype)} if bias else {}),
     }
     return arrays | ({"weight": arrays["weight"].T} if layout == "oi" else {}), rng
@@ -118,6 +118,26 @@ def test_no_rows_give_no_rows_and_zero_gradients():
     assert got["x"].shape == (2, 0, 8)
     assert not np.any(got["weight"])
     assert not np.any(got["bias"])
+
+
+def test_no_features_give_the_bias():
+    arrays, rng = inputs((5,), (0, 3))
+    got = run(arrays, rng.normal(size=(5, 3)).astype(np.float32), (("config", chunks(2, 2)),))
+    np.testing.assert_array_equal(got["out"], np.broadcast_to(arrays["bias"], (5, 3)))
+    assert got["x"].shape == (5, 0)
+
+
+def test_the_gradient_of_one_array_alone_is_that_among_all():
+    arrays, rng = inputs()
+    dout = rng.normal(size=(6, 5)).astype(np.float32)
+
+    def alone(arrays, name):
+        apply = functools.partial(linear, activation="silu", config=chunks(4, 4))
+        return jax.vjp(lambda a: apply(**(arrays | {name: a})), arrays[name])[1](dout)[0]
+
+    together = run(arrays, dout, (("activation", "silu"),))
+    for name, x in jit(lambda arrays: {n: alone(arrays, n) for n in arrays})(arrays).items():
+        np.testing.assert_allclose(x, together[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_zero_cotangents_give_zero_gradients():

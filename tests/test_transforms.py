@@ -342,6 +342,12 @@ def test_mask_under_vmap_is_folded_where_rows_may_join_and_looped_where_not(batc
     assert runs(lowered) == {"flash_attention@v1": times, "flash_attention_bwd@v1": times}
 
 
+def test_vmap_of_no_examples_gives_no_outputs():
+    x = np.zeros((0, 5, 4), np.float32)
+    assert jax.vmap(linear, (0, None))(x, W).shape == (0, 5, 3)
+    assert [g.shape for g in vmapped_gradients(lambda x: linear(x, W))(x)] == [(0, 5, 4)]
+
+
 # Gradients that no one asked for
 
 
@@ -457,6 +463,27 @@ def test_linear_under_explicit_axes_keeps_the_sharding_of_its_rows(shape):
         out, grads = fast(lambda *a: (fn(*a), gradients(fn)(*a)), *sharded)
         assert [jax.typeof(x).sharding.spec[0] for x in (out, *grads)] == ["d", "d", None, None]
     close((out, grads), fast(lambda *a: (reference(*a), gradients(reference)(*a)), *arrays))
+
+
+@pytest.mark.parametrize("spec", [P(None, "d"), P("d")], ids=["rows", "mapped axis"])
+def test_vmap_under_explicit_axes_folds_without_moving_shards(spec):
+    arrays = [np.stack([x + i / 8 for i in range(4)]) for x in qkv(4, 4, 2, 1)]
+    with jax.set_mesh(EXPLICIT):
+        sharded = put(EXPLICIT, arrays, [spec] * 3)
+        lowered = jax.jit(jax.vmap(gradients(flash_attention))).lower(*sharded)
+        compiled = lowered.compile(FAST)
+        grads = compiled(*sharded)
+    assert all(x.sharding.spec == jax.typeof(sharded[0]).sharding.spec for x in grads)
+    assert not {"all-gather", "all-to-all", "collective-permute"} & set(compiled.as_text().replace("(", " ").split())
+    assert runs(lowered) == {"flash_attention@v1": 1, "flash_attention_bwd@v1": 1}
+    close(grads, fast(jax.vmap(gradients(attention)), *arrays))
+
+
+def test_forward_mode_works_under_explicit_axes():
+    arrays = qkv(4, 4, 2, 1)
+    with jax.set_mesh(EXPLICIT):
+        found = fast(along_query(directional)(flash_attention), *put(EXPLICIT, arrays, [P("d")] * 3))
+    close(found, fast(along_query(directional)(attention), *arrays))
 
 
 @pytest.mark.parametrize("specs", [[P("d")] * 3, [P(None, None, "d")] * 3, [P("d"), P(), P()]], ids=str)

@@ -101,11 +101,13 @@ class ConfigCache:
 
     def keys(self) -> list[Hashable]:
         """The keys, a copy."""
-        return list(self._configs)
+        with self._lock:
+            return list(self._configs)
 
     def items(self) -> list[tuple[Hashable, Any]]:
         """Keys and configs, a copy."""
-        return list(self._configs.items())
+        with self._lock:
+            return list(self._configs.items())
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._configs
@@ -120,7 +122,7 @@ def _as_key(key: Any) -> Key:
     return Key(*key)
 
 
-class overlay_cache(Reentrant):  # noqa: N801 - documented as a function
+class overlay_cache(Reentrant):  # documented as a function
     """Context in which the given configs win over every cache; inner overlays win over outer ones.
 
     The configs are copied here, so later changes of the mapping have no effect. Functions that are

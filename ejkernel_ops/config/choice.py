@@ -52,32 +52,44 @@ def combine(inv: Any, tiers: Iterable[tuple[str, Any]]) -> Choice:
 
     The first tier that names a back end fixes it; tiers for another back end are passed over.
     """
-    kernel, cfg, sources, notes = inv.kernel, None, {}, []
+    kernel, cfg, sources, notes, filled = inv.kernel, None, {}, [], True
     for tier, given in tiers:
-        if callable(given):
-            given = given(getattr(cfg, "backend", None))
+        if callable(given):  # the last resort
+            try:
+                given = given(getattr(cfg, "backend", None))
+            except ConfigError:
+                if cfg is None or kernel.fields is not None:
+                    raise
+                break  # nothing says that a field of this kernel's configs may not stay open
         if given is None:
             continue
-        backend, fixed = getattr(given, "backend", None), getattr(cfg, "backend", None)
-        if fixed is not None and backend not in (None, fixed):
-            notes.append(f"{tier} is for {backend}, {fixed} was asked for")
-            continue
-        if fixed is None and backend is not None and (reason := kernel.why_not(inv, backend)):
-            if tier == "call":
-                raise UnsupportedError(f"{kernel.op_id_v}: backend={backend!r} was asked for, but {reason}")
-            notes.append(f"{tier} passed over: {reason}")
-            continue
-        before = {name for name, value in leaf_fields(cfg) if value is not None} if cfg is not None else set()
-        cfg = merge(cfg, given)
-        for name, value in leaf_fields(cfg):
-            if value is not None and name not in before:
-                sources[name] = tier
-        if _is_complete(kernel, cfg):
-            break
-    if cfg is None:
-        raise ConfigError(f"no config for {inv!r}: {'; '.join(notes) or 'no tier has one'}. Pass config=")
+        if filled := (reason := _why_passed_over(kernel, inv, tier, cfg, given)) is None:
+            before = {name for name, value in leaf_fields(cfg) if value is not None} if cfg is not None else set()
+            cfg = merge(cfg, given)
+            sources |= {name: tier for name, value in leaf_fields(cfg) if value is not None and name not in before}
+            if _is_complete(kernel, cfg):
+                break
+        else:
+            notes.append(reason)
+    if cfg is None or not filled:
+        missing = "no config" if cfg is None else f"{cfg} leaves fields open"
+        raise ConfigError(f"{missing} for {inv!r}: {'; '.join(notes) or 'no tier has one'}. Pass config=")
     _refuse_unread(inv, cfg)
     return Choice(cfg, tuple(sorted(sources.items())), tuple(notes))
+
+
+def _why_passed_over(kernel: Any, inv: Any, tier: str, cfg: Any, given: Any) -> str | None:
+    """Why a tier's config cannot fill what stronger ones left open; `None` where it can."""
+    if kernel.config_cls is not None and not isinstance(given, kernel.config_cls):
+        return f"{tier} passed over: it is a {type(given).__name__}, not a {kernel.config_cls.__name__}"
+    backend, fixed = getattr(given, "backend", None), getattr(cfg, "backend", None)
+    if fixed is not None and backend not in (None, fixed):
+        return f"{tier} is for {backend}, {fixed} was asked for"
+    if fixed is None and backend is not None and (reason := kernel.why_not(inv, backend)):
+        if tier == "call":
+            raise UnsupportedError(f"{kernel.op_id_v}: backend={backend!r} was asked for, but {reason}")
+        return f"{tier} passed over: {reason}"
+    return None
 
 
 def _is_complete(kernel: Any, cfg: Any) -> bool:
@@ -99,7 +111,8 @@ def _refuse_unread(inv: Any, cfg: Any) -> None:
         if value is not None and not _is_read(kernel, cfg, name):
             takes = ", ".join(kernel.fields.get(cfg.backend, ())) or "none"
             raise ConfigError(
-                f"config of {kernel.op_id} sets {name}={value!r}, which the {cfg.backend} back end does not have; it takes {takes}"
+                f"config of {kernel.op_id} sets {name}={value!r}, which the {cfg.backend} back end does not have; "
+                f"it takes {takes}"
             )
 
 
@@ -108,3 +121,11 @@ def describe(choice: Choice) -> str:
     fields = " ".join(f"{n}={v}" if n else str(v) for n, v in leaf_fields(choice.cfg) if v is not None)
     sources = ",".join(f"{n}:{t}" if n else t for n, t in choice.sources)
     return " | ".join([fields, sources, "; ".join(choice.notes)])
+
+
+def parse_description(text: str) -> tuple[dict[str, str], dict[str, str], str]:
+    """What `describe` wrote: fields by dotted name, the tier of each, notes."""
+    fields, sources, notes = ([*text.split(" | "), "", "", ""])[:3]
+    pairs = [field.rpartition("=")[::2] for field in fields.split()]  # a config that is no dataclass has no name
+    tiers = [source.rpartition(":")[::2] for source in sources.split(",") if source]
+    return dict(pairs), dict(tiers), notes.strip()

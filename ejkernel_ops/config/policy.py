@@ -41,7 +41,7 @@ class AutotunePolicy:
             raise ConfigError(f"tune_on_call is {self.tune_on_call!r}; expected True or False")
 
 
-class policy_override(Reentrant):  # noqa: N801 - documented as a function
+class policy_override(Reentrant):  # documented as a function
     """Context in which fields of the policy are different, for one selector or for all.
 
     Args:

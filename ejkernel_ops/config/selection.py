@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -106,22 +107,27 @@ class ConfigSelectorChain:
     def choose_for(self, inv: Any, snapshot: Snapshot, at: int) -> Choice:
         """As `choose`, under a given snapshot; the first answer for the same arguments sticks."""
         explicit = None if inv.override_cfg is None else stable_json(inv.override_cfg, where="config")
-        question = (inv.kernel, inv.call_key, inv.platform, explicit, snapshot, at, self.policy)
+        tunes = self.policy_under(snapshot).tune_on_call and not inside_trace()
+        question = (inv.kernel, inv.call_key, inv.platform, explicit, snapshot, at, self.policy, tunes)
         with self._lock:
             if question in self._answers:
                 self._answers.move_to_end(question)
                 return self._answers[question]
         answer = combine(inv, self._tiers(inv, snapshot))
         with self._lock:
-            self._answers[question] = answer
+            answer = self._answers.setdefault(question, answer)  # that of the thread which was first
             if len(self._answers) > _REMEMBERED:
                 self._answers.popitem(last=False)
         self.stats[answer.source] += 1
         self.emit("choice", op_id_v=inv.op_id_v, call_key=inv.call_key, cfg=answer.cfg, source=answer.source)
         return answer
 
+    def policy_under(self, snapshot: Snapshot) -> AutotunePolicy:
+        """The policy with the overrides of a snapshot."""
+        return effective(self.policy, self.uid, snapshot)
+
     def _tiers(self, inv: Any, snapshot: Snapshot) -> Iterator[tuple[str, Any]]:
-        policy = effective(self.policy, self.uid, snapshot)
+        policy = self.policy_under(snapshot)
         key = Key(inv.device_fingerprint, inv.op_id_v, inv.call_key)
         yield "call", inv.override_cfg
         if policy.mode != "off":
@@ -130,11 +136,7 @@ class ConfigSelectorChain:
             yield from self.stored(inv, key)
             if policy.mode == "auto" and policy.tune_on_call:
                 yield "tuned", self._tune_now(inv, key)
-        if policy.mode == "pinned":
-            raise ConfigError(
-                f"policy is pinned, and {inv!r} has no config (key {key.call_key}): enter a result that has it, or pass config="
-            )
-        yield "heuristic", lambda backend: heuristic(inv, backend)
+        yield "heuristic", functools.partial(_refuse if policy.mode == "pinned" else heuristic, inv)
 
     def stored(self, inv: Any, key: Key) -> Iterator[tuple[str, Any]]:
         """What memory and disk hold for a call, as `(tier, config or None)`."""
@@ -167,6 +169,12 @@ class ConfigSelectorChain:
         """Calls `on_event`, if there is one."""
         if self.on_event is not None:
             self.on_event(event, **data)
+
+
+def _refuse(inv: Any, backend: str | None) -> Any:
+    raise ConfigError(
+        f"policy is pinned, and {inv!r} has no config (key {inv.call_key}): enter a result that has it, or pass config="
+    )
 
 
 def heuristic(inv: Any, backend: str | None = None) -> Any:

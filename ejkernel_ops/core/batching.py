@@ -55,14 +55,27 @@ def fold_or_loop(
     if not foldable or not all(join_out):
         return _loop(bind, args, dims)
 
+    # Rows are independent, so in any order; the one that leaves a sharded axis of rows in front moves no data.
+    axis = int(any(j and _is_sharded(x, 0 if d is None else 1) for x, j, d in zip(args, join, dims)))
+
     def fold(x, j, d):
         if not j:
             return x
-        x = jnp.broadcast_to(x, (size, *x.shape)) if d is None else x
-        return x.reshape(size * x.shape[1], *x.shape[2:])
+        if d is None:
+            x = jnp.broadcast_to(jnp.expand_dims(x, axis), (*x.shape[:axis], size, *x.shape[axis:]))
+        else:
+            x = jnp.moveaxis(x, 0, axis)
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     outs = bind(*[fold(x, j, d) for x, j, d in zip(args, join, dims)])
-    return [out.reshape(size, out.shape[0] // size, *out.shape[1:]) for out in outs], [0] * len(outs)
+    leads = [(t.shape[0], size) if axis else (size, t.shape[0]) for t in out_types]
+    return [out.reshape(*lead, *out.shape[1:]) for out, lead in zip(outs, leads)], [axis] * len(outs)
+
+
+def _is_sharded(x: Any, axis: int) -> bool:
+    """Whether the type of an array says that an axis is split over devices."""
+    sharding = jax.typeof(x).sharding
+    return not sharding.mesh.empty and sharding.spec[axis] is not None
 
 
 def _lead(x: Any, dim: int | None) -> int | None:

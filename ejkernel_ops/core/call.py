@@ -189,7 +189,8 @@ def flatten_gradients(call: Call, gradients: Any) -> list[Any]:
         ConfigError: the count or a shape is wrong; the text names the argument.
     """
     forward = call.forward
-    assert forward is not None and call.needs is not None
+    assert forward is not None
+    assert call.needs is not None
     arrays = iter(range(len(call.needs)))
     places = jax.tree.unflatten(forward.treedef, [next(arrays) if x is ARRAY else None for x in forward.leaves])
     signature = forward.kernel.signature
@@ -211,7 +212,10 @@ def flatten_gradients(call: Call, gradients: Any) -> list[Any]:
             raise ValueError("one array for several")
         found[place] = gradient
 
-    named = [*zip(_positional_names(bound), bound.args, given), *((n, bound.kwargs.get(n), g) for n, g in by_name.items())]
+    named = [
+        *zip(_positional_names(bound), bound.args, given),
+        *((n, bound.kwargs.get(n), g) for n, g in by_name.items()),
+    ]
     for name, place, gradient in named:
         try:
             jax.tree.map(keep, gradient, place, is_leaf=lambda x: x is None)
@@ -257,7 +261,8 @@ def backward_call(
 def gradient_types(call: Call, operands: Sequence[Any]) -> list[Any]:
     """The forward's arrays that want a gradient, taken out of a backward call's operands."""
     forward = call.forward
-    assert forward is not None and call.needs is not None
+    assert forward is not None
+    assert call.needs is not None
     bound = call.arguments(operands)
     plain = forward.arguments([None] * sum(x is ARRAY for x in forward.leaves))
     named = {**bound.kwargs, **bound.arguments}

@@ -65,17 +65,8 @@ def _gradient(call: Call, gradient: Any, like: Any) -> Any:
 
 def _run(*operands: Any, call: Call, platform: str | None = None) -> list[Any]:
     """The call as plain JAX code, config chosen."""
-    inv = call.invocation(operands, platform)
-    return execute(call, choose(inv, call.snapshot, call.generation).cfg, operands, platform)
-
-
-def _types(*operands: Any, call: Call) -> list[Any]:
-    """Cheap code with the output types of the call."""
-    if call.forward is not None:
-        return [x + jnp.zeros_like(x) for x in gradient_types(call, operands)]
-    bound = call.arguments(operands)
-    out = call.kernel.out_like(*bound.args, **bound.kwargs)
-    return jax.tree.leaves(out) if out is not None else _run(*operands, call=call)
+    cfg = choose(call.invocation(operands, platform), call.snapshot, call.generation).cfg
+    return _on_auto_axes(lambda *operands: execute(call, cfg, operands, platform), operands, call)
 
 
 def _out_tree(call: Call, operands: Sequence[Any]) -> Any:
@@ -92,8 +83,8 @@ def _cached_output(call: Call, avals: tuple, mesh: Any, x64: bool) -> tuple[Any,
     structure = []
 
     def traced(*operands):
-        if call.forward is not None:
-            return _types(*operands, call=call)
+        if call.forward is not None:  # those of the operands; a sum has their shardings too
+            return [x + jnp.zeros_like(x) for x in gradient_types(call, operands)]
         bound = call.arguments(operands)
         out = call.kernel.out_like(*bound.args, **bound.kwargs)
         if out is None:
@@ -128,10 +119,9 @@ def _lowered(*operands: Any, call: Call, platform: str) -> list[Any]:
     """A call in the program: chosen, run, recorded, labelled."""
     inv = call.invocation(operands, platform)
     choice = choose(inv, call.snapshot, call.generation)
-    run = functools.partial(execute, call, choice.cfg, platform=platform)
     text = label(inv.op_id_v, inv.call_key)
     with jax.named_scope(scope_name(text)):
-        outs = _on_auto_axes(lambda *operands: run(operands), operands, call)
+        outs = _on_auto_axes(lambda *operands: execute(call, choice.cfg, operands, platform), operands, call)
     record(inv)
     # On values: a context would mark every op inside. The call itself on one op only, so that calls can be counted.
     outs = [set_xla_metadata(out, ejkernel_ops=text) for out in outs]
@@ -255,7 +245,9 @@ def _without_axis(x: Any, dim: int | None) -> Any:
     """The type of one example of a batched operand."""
     if dim is None:
         return jax.typeof(x)
-    return jax.typeof(jax.eval_shape(lambda x: jax.lax.index_in_dim(x, 0, dim, keepdims=False), x))
+    types: list[Any] = []
+    jax.vmap(lambda x: types.append(jax.typeof(x)), dim)(x)
+    return types[0]
 
 
 # The primitives

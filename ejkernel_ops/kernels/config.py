@@ -87,7 +87,7 @@ def canonical_precision(precision: Any) -> Any:
         ValueError: not a precision.
     """
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision
+        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if precision is None or precision in _PRECISIONS or precision in jax.lax.DotAlgorithmPreset.__members__:
         return precision
     if isinstance(precision, (jax.lax.Precision, jax.lax.DotAlgorithmPreset)):

@@ -141,9 +141,9 @@ def _code_digest(code: types.CodeType) -> str:
 
     def const(value):
         if isinstance(value, frozenset):  # its order depends on the hash seed of the process
-            return sorted(map(repr, value))
+            return "set", sorted(map(repr, value))
         if isinstance(value, tuple):
-            return [const(part) for part in value]
+            return "tuple", [const(part) for part in value]
         return _code_digest(value) if isinstance(value, types.CodeType) else repr(value)
 
     consts = [const(value) for value in code.co_consts]

@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 
-def text_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", right: Sequence[str] = ()) -> str:
+def text_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", right: Sequence[str] = ()
+) -> str:
     """Rows under columns, as wide as they need: what shows the text may wrap or scroll it.
 
     Args:

@@ -25,7 +25,7 @@ class Size:
 
 SIZES = {
     "smoke": Size(layers=1, width=32, heads=2, context=64, batch=4, steps=20, learning_rate=3e-3),
-    "tiny": Size(layers=3, width=96, heads=3, context=256, batch=16, steps=1000, learning_rate=4e-3),
+    "tiny": Size(layers=3, width=96, heads=3, context=256, batch=16, steps=700, learning_rate=4e-3),
     "small": Size(layers=6, width=384, heads=6, context=512, batch=32, steps=3000, learning_rate=1e-3),
     "gpt2-small": Size(layers=12, width=768, heads=12, context=1024, batch=16, steps=3000, learning_rate=6e-4),
 }

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 
 from ...params import BwdParams, FwdParams
+from ...utils.fingerprint import platform_kind
 from ..config import OpConfig
 
-_SCORES_BYTES = 4 << 20  # a block of scores, over all heads and examples, that stays in a CPU's caches
+# A block of scores over all heads and examples: one that stays in a CPU's caches; one that fills a GPU.
+_SCORES_BYTES = {"cpu": 4 << 20, "gpu": 512 << 20, "tpu": 64 << 20}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,16 +33,10 @@ class AttentionConfig(OpConfig):
     """
 
 
-def sizes(query: Any, key: Any) -> tuple[int, int, int]:
-    """Examples times heads, query length, key length."""
-    return query.shape[0] * query.shape[2], query.shape[1], key.shape[1]
-
-
-def _block(query: Any, key: Any) -> int:
-    """The largest power of two, 64 to 1024, whose block of scores fits the caches."""
-    heads, _, _ = sizes(query, key)
-    block = 1024
-    while block > 64 and heads * block * block * 4 > _SCORES_BYTES:
+def _block(query: Any, platform: str | None) -> int:
+    """The largest power of two, 64 to 4096, whose block of scores is of the right size for the device."""
+    heads, block, most = query.shape[0] * query.shape[2], 4096, _SCORES_BYTES[platform_kind(platform)]
+    while block > 64 and heads * block * block * 4 > most:
         block //= 2
     return block
 
@@ -50,20 +46,18 @@ def _clamped(block: int, length: int) -> int:
     return max(1, min(block, 1 << max(0, length - 1).bit_length()))
 
 
-def block_sizes(query: Any, key: Any) -> tuple[int, int]:
+def block_sizes(query: Any, key: Any, platform: str | None = None) -> tuple[int, int]:
     """Heuristic query and key/value block sizes of the XLA back end."""
-    block = _block(query, key)
-    _, q_len, kv_len = sizes(query, key)
-    return _clamped(block, q_len), _clamped(block, kv_len)
+    block = _block(query, platform)
+    return _clamped(block, query.shape[1]), _clamped(block, key.shape[1])
 
 
-def candidate_block_sizes(query: Any, key: Any) -> list[tuple[int, int]]:
+def candidate_block_sizes(query: Any, key: Any, platform: str | None = None) -> list[tuple[int, int]]:
     """Pairs of block sizes worth trying: around the heuristic, square and oblong, each once."""
-    block = _block(query, key)
-    _, q_len, kv_len = sizes(query, key)
+    block = _block(query, platform)
     scales = [(1, 1), (2, 2), (1, 2), (2, 1), (0.5, 0.5), (0.5, 2), (4, 4), (0.5, 1), (1, 4)]
-    pairs = [(_clamped(max(16, int(block * q)), q_len), _clamped(max(16, int(block * k)), kv_len)) for q, k in scales]
-    return list(dict.fromkeys(pairs))
+    pairs = [(max(16, int(block * q)), max(16, int(block * k))) for q, k in scales]
+    return list(dict.fromkeys((_clamped(q, query.shape[1]), _clamped(k, key.shape[1])) for q, k in pairs))
 
 
 def forward_config(blocks: tuple[int, int]) -> AttentionConfig:

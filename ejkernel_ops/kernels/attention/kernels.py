@@ -40,11 +40,11 @@ class AttentionBackward(Kernel):
 
     def heuristic_cfg(self, inv: Invocation) -> AttentionConfig:
         """Square blocks of scores that fit the caches."""
-        return backward_config(block_sizes(inv.arguments["query"], inv.arguments["key"]))
+        return backward_config(block_sizes(inv.arguments["query"], inv.arguments["key"], inv.platform))
 
     def candidate_cfgs(self, inv: Invocation) -> list[AttentionConfig]:
         """Blocks around the heuristic's."""
-        pairs = candidate_block_sizes(inv.arguments["query"], inv.arguments["key"])
+        pairs = candidate_block_sizes(inv.arguments["query"], inv.arguments["key"], inv.platform)
         return [backward_config(pair) for pair in pairs]
 
     def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
@@ -115,11 +115,11 @@ class AttentionForward(Kernel):
 
     def heuristic_cfg(self, inv: Invocation) -> AttentionConfig:
         """Square blocks of scores that fit the caches."""
-        return forward_config(block_sizes(inv.arguments["query"], inv.arguments["key"]))
+        return forward_config(block_sizes(inv.arguments["query"], inv.arguments["key"], inv.platform))
 
     def candidate_cfgs(self, inv: Invocation) -> list[AttentionConfig]:
         """Blocks around the heuristic's."""
-        pairs = candidate_block_sizes(inv.arguments["query"], inv.arguments["key"])
+        pairs = candidate_block_sizes(inv.arguments["query"], inv.arguments["key"], inv.platform)
         return [forward_config(pair) for pair in pairs]
 
     def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
@@ -184,7 +184,8 @@ def _unseen_keys(
     query: jax.Array, key: jax.Array, mask: Any, q_offset: Any, kv_ids: Any, kv_lengths: Any, statics: xla.Statics
 ) -> jax.Array | None:
     """Keys that no query may see by one of the masks alone, broadcastable to `(batch, kv_len, kv_heads)`."""
-    parts, cols = [], np.arange(key.shape[1])[None, :, None]
+    parts: list[Any] = []
+    cols = np.arange(key.shape[1])[None, :, None]
     if mask is not None:
         kv_heads = key.shape[2] if mask.shape[1] > 1 else 1
         by_group = mask.reshape(mask.shape[0], kv_heads, mask.shape[1] // kv_heads, *mask.shape[2:])
@@ -195,7 +196,7 @@ def _unseen_keys(
         parts.append(cols >= kv_lengths[:, None, None])
     if statics.causal or statics.sliding_window is not None:
         left, right = statics.sliding_window or (None, 0)
-        first = statics.static_offset if q_offset is None else q_offset[:, None, None]
+        first: Any = statics.static_offset if q_offset is None else q_offset[:, None, None]
         if left is not None:
             parts.append(cols < first - left)
         parts.append(cols > first + query.shape[1] - 1 + right)

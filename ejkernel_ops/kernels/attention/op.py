@@ -166,8 +166,8 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
             f"query {query.shape}, key {key.shape} and value {value.shape} differ in batch, length or heads; expected "
             "one batch, and one length and number of heads of key and value"
         )
-    if query.shape[3] != key.shape[3]:
-        raise ValueError(f"query has head_dim {query.shape[3]} and key {key.shape[3]}; expected one")
+    if query.shape[3] != key.shape[3] or not query.shape[3]:
+        raise ValueError(f"query has head_dim {query.shape[3]} and key {key.shape[3]}; expected one, at least 1")
     heads, kv_heads = query.shape[2], key.shape[2]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(

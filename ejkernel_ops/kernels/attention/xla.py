@@ -202,7 +202,7 @@ def forward(x: Operands, statics: Statics, q_len: int, kv_len: int, block_q: int
         if (kept := blocks.kept(i, j)) is not None:
             probs = probs * kept
         part = blocks.dot("bkqs,bkse->bkqe", _rows(probs), blocks.key(x.value, j))
-        part = part.reshape(*part.shape[:2], group, block_q, -1)
+        part = part.reshape(*part.shape[:2], group, block_q, part.shape[-1])
         out = _put(out, _slice(out, i, block_q, 3) * fade + part, i, block_q, 3)
         return out, _put(top, new, i, block_q, 3), total
 
@@ -263,7 +263,7 @@ def backward(x: Operands, out, lse, dout, dlse, statics: Statics, needs, q_len, 
         rows = _rows(dscores)
         if need_q:
             part = blocks.dot("bkqs,bksd->bkqd", rows, blocks.key(x.key, j))
-            grads[0] = _add(grads[0], part.reshape(*part.shape[:2], group, block_q, -1), i, block_q, 3)
+            grads[0] = _add(grads[0], part.reshape(*part.shape[:2], group, block_q, part.shape[-1]), i, block_q, 3)
         if need_k:
             grads[1] = _add(grads[1], blocks.dot("bkqs,bkqd->bksd", rows, blocks.query(x.query, i)), j, block_kv, 2)
         return tuple(grads)

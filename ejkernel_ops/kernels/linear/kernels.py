@@ -178,8 +178,8 @@ class LinearForward(Kernel):
         size = min(cfg.fwd.blocksize_m, _num_rows(x))
         if size == _num_rows(x):
             return chunk(x)[0]
-        outs, _ = _over_rows(chunk, [x.reshape(-1, x.shape[-1])], size, summed=False)
-        return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], -1), outs)
+        outs, _ = _over_rows(chunk, [x.reshape(_num_rows(x), x.shape[-1])], size, summed=False)
+        return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], a.shape[-1]), outs)
 
 
 def _over_rows(fn: Any, arrays: list[Any], size: int, *, summed: bool) -> tuple[Any, Any]:
