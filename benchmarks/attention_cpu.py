@@ -89,7 +89,8 @@ def main() -> None:
             print(*(f"{name}={value}" for name, value in rows[-1].items() if name not in about), flush=True)
     mean = math.exp(statistics.fmean(math.log(row["speedup"]) for row in rows))
     last = [row["our_mib"] / row["stock_mib"] for row in rows if row["length"] == LENGTHS[-1]]
-    print(f"least {min(row['speedup'] for row in rows):.2f}x, geometric mean {mean:.2f}x, memory at {LENGTHS[-1]}: {max(last):.3f}")
+    least = min(row["speedup"] for row in rows)
+    print(f"least {least:.2f}x, geometric mean {mean:.2f}x, memory at {LENGTHS[-1]}: {max(last):.3f}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with open(options.out, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])

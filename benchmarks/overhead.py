@@ -115,7 +115,9 @@ def eager_us() -> dict[str, float]:
 def dispatch_us() -> float:
     """What a result of 300 entries adds to the dispatch of a jitted call."""
     device = device_fingerprint()
-    entries = tuple(Entry("linear@v1", f"{i:016x}", LINEAR.heuristic_cfg(Invocation(LINEAR, (X, X[0, 0])))) for i in range(300))
+    entries = tuple(
+        Entry("linear@v1", f"{i:016x}", LINEAR.heuristic_cfg(Invocation(LINEAR, (X, X[0, 0])))) for i in range(300)
+    )
     result, step = AutotuningResult(device, entries), jax.jit(lambda x: x + 1)
     inside = lambda: per_call(lambda: step(X), 2000)  # noqa: E731
 

@@ -73,7 +73,10 @@ class ExplainReport:
         from ejkernel_ops.utils.text_table import text_table  # rich, which only printing needs
 
         columns = ("module", "op", "operands", "calls", "back end", "config", "source", "note")
-        calls = [str(r.count) if r.count == r.executions else f"{r.count} (x{r.executions // max(r.count, 1)})" for r in self.rows]
+        calls = [
+            str(r.count) if r.count == r.executions else f"{r.count} (x{r.executions // max(r.count, 1)})"
+            for r in self.rows
+        ]
         rows = [[r.path, r.op, r.shapes, n, r.backend, r.config, r.source, r.note] for r, n in zip(self.rows, calls)]
         return text_table(columns, rows)
 

@@ -48,7 +48,9 @@ class RuleBook:
             return
         near = difflib.get_close_matches(str(unused[0]), paths, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"paths: {', '.join(paths[:20]) or 'none'}"
-        raise ConfigError(f"rule {unused[0]!r} matches no layer that can be replaced, or an earlier rule takes them; {hint}")
+        raise ConfigError(
+            f"rule {unused[0]!r} matches no layer that can be replaced, or an earlier rule takes them; {hint}"
+        )
 
 
 def issubclass_any(kinds: tuple[type, ...], wanted: type) -> bool:

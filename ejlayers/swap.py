@@ -117,7 +117,9 @@ def swap(model: M, *, rules: Rules | None = None, config: Any = None) -> M:
         if type(module) is not ours and (reason := ours.why_not(module)):
             reasons[path] = reason
             continue
-        pinned = check_type(path, ours.config_type, value) if value not in (None, True) else defaults.get(ours.config_type)
+        pinned = (
+            check_type(path, ours.config_type, value) if value not in (None, True) else defaults.get(ours.config_type)
+        )
         changes.append((module, pinned))
     book.refuse_unused(paths)
     for module, pinned in changes:  # only after all rules are known to be good

@@ -1,6 +1,6 @@
 """A kernel of one's own: two back ends, candidates, a backward, tuned inside a train step.
 
-    python examples/own_kernel.py
+python examples/own_kernel.py
 """
 
 import dataclasses

@@ -77,8 +77,8 @@ class Run:
         import ejlayers
 
         started = time.monotonic()
-        text = f"{self.corpus.files} files, {len(self.corpus.train) / 1e6:.1f} MB, {len(self.corpus.held_out) / 1e6:.1f} MB held out"
-        console.print(f"[bold]text[/]      {text}")
+        megabytes = [f"{len(part) / 1e6:.1f} MB" for part in (self.corpus.train, self.corpus.held_out)]
+        console.print(f"[bold]text[/]      {self.corpus.files} files, {megabytes[0]}, {megabytes[1]} held out")
         console.print(f"[bold]device[/]    {jax.devices()[0].device_kind}, {jax.device_count()} of them, {self.dtype}")
         given = self._loaded()  # a file that cannot be used must not cost any time
         stock, model = self._new_model(), self._new_model()
@@ -172,7 +172,12 @@ class Run:
                 measured = index % every == 0 or index == self.steps
                 held_out = self._held_out(model[0], result) if measured else held_out
                 since = time.perf_counter() if measured else since
-                row = dict(zip(fields, (index, loss, stock_loss, held_out if measured else "", round(speed), round(memory_mib()))))
+                row = dict(
+                    zip(
+                        fields,
+                        (index, loss, stock_loss, held_out if measured else "", round(speed), round(memory_mib())),
+                    )
+                )
                 self.rows.append(row)
                 writer.writerow(row)
                 line = f"loss {loss:.3f}  {speed / 1e3:.1f}k tokens/s  {memory_mib():.0f} MiB"
@@ -180,7 +185,9 @@ class Run:
                 if measured:
                     console.print(f"  step {index:5d}  {line}  held out {held_out:.3f}")
         if stock is not None:
-            console.print(f"[bold]compared[/]  losses differ by at most {apart:.1e} over the first {min(200, self.steps)} steps")
+            console.print(
+                f"[bold]compared[/]  losses differ by at most {apart:.1e} over the first {min(200, self.steps)} steps"
+            )
         return held_out
 
     def _held_out(self, model: Any, result: Any) -> float:

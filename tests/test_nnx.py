@@ -121,7 +121,8 @@ def test_attention_takes_any_number_of_batch_axes():
     a = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(3))
     b = ejlayers.swap(nnx.clone(a))
     for x in (X[0], X, jnp.stack([X, 2 * X])):
-        assert jnp.allclose(b(x, is_causal=True), jnp.stack([a(y, is_causal=True) for y in x.reshape(-1, 9, WIDTH)]).reshape(x.shape), atol=1e-5)  # fmt: skip
+        one_by_one = [a(y, is_causal=True) for y in x.reshape(-1, 9, WIDTH)]
+        assert jnp.allclose(b(x, is_causal=True), jnp.stack(one_by_one).reshape(x.shape), atol=1e-5)
 
 
 def test_dropout_draws_anew_each_step_and_keeps_the_mean():
@@ -146,7 +147,10 @@ def test_shared_dropout_and_sown_weights_run_as_flax_does():
 
 
 def test_decoding_equals_the_stock_layer():
-    layers = [cls(4, WIDTH, decode=True, rngs=nnx.Rngs(3)) for cls in (nnx.MultiHeadAttention, ejlayers.nnx.MultiHeadAttention)]
+    layers = [
+        cls(4, WIDTH, decode=True, rngs=nnx.Rngs(3))
+        for cls in (nnx.MultiHeadAttention, ejlayers.nnx.MultiHeadAttention)
+    ]
     for layer in layers:
         layer.init_cache((2, 9, WIDTH))
     for t in range(3):
@@ -303,7 +307,11 @@ def test_pinned_config_beats_a_result_and_does_not_leak():
     m = ejlayers.swap(model())
     ejlayers.set_config(m, {"blocks.0.up": ek.LinearConfig(fwd=ek.FwdParams(blocksize_m=4))})
     result = ejlayers.tune(nnx.jit(lambda m, x: m(x)), m, X, selector=quick(), whole_step=False)
-    tuned = {e.call_key: ek.LinearConfig(backend="xla", fwd=ek.FwdParams(blocksize_m=5)) for e in result.entries if e.op_id_v == "linear@v1"}
+    tuned = {
+        e.call_key: ek.LinearConfig(backend="xla", fwd=ek.FwdParams(blocksize_m=5))
+        for e in result.entries
+        if e.op_id_v == "linear@v1"
+    }
     overlay = {ek.Key(result.device, "linear@v1", key): cfg for key, cfg in tuned.items()}
     with ek.overlay_cache(overlay):
         rows = {r.path: r for r in ejlayers.explain(nnx.jit(lambda m, x: m(x)), m, X).rows}

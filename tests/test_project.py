@@ -43,13 +43,20 @@ def test_train_gpt_leaves_a_complete_run_and_takes_its_result_again(tmp_path):
     options = ["--size", "smoke", "--compare", "--runs", str(tmp_path)]
     done = python("examples/train_gpt.py", *options, "--name", "a")
     assert done.returncode == 0, done.stderr
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["loss.png", "metrics.csv", "result.json", "tuning.png"]
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
+        "loss.png",
+        "metrics.csv",
+        "result.json",
+        "tuning.png",
+    ]
     lines = (tmp_path / "a" / "metrics.csv").read_text().splitlines()
     assert lines[0] == "step,loss,stock_loss,held_out,tokens_per_s,memory_mib"
     assert len(lines) == 21
     apart = float(re.search(r"differ by at most (\S+)", done.stdout)[1])
     assert apart < 1e-4
-    again = python("examples/train_gpt.py", *options, "--name", "b", "--steps", "2", "--result", str(tmp_path / "a/result.json"))
+    again = python(
+        "examples/train_gpt.py", *options, "--name", "b", "--steps", "2", "--result", str(tmp_path / "a/result.json")
+    )
     assert again.returncode == 0, again.stderr
     assert "candidate" not in again.stdout
 

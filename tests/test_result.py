@@ -14,7 +14,9 @@ from ejkernel_ops.utils.meta import call_sites
 X, W = jnp.ones((12, 4)), jnp.ones((4, 4)) / 4
 DEVICE = ek.device_fingerprint()
 KEY = ek.Invocation(
-    LINEAR, (X, W, None), {"activation": None, "weight_layout": "io", "out_dtype": jnp.dtype("float32"), "precision": None}
+    LINEAR,
+    (X, W, None),
+    {"activation": None, "weight_layout": "io", "out_dtype": jnp.dtype("float32"), "precision": None},
 ).call_key
 
 
@@ -91,7 +93,7 @@ def test_short_lived_results_are_never_stale():
     jitted = jax.jit(lambda x: ek.linear(x, W))
     for index in range(200):
         rows = index % 11 + 1
-        with result(rows, key=KEY if index % 2 else KEY):
+        with result(rows):
             assert f"blocksize_m={rows} " in call_sites(jitted.lower(X))[0].config
         gc.collect(0)
 

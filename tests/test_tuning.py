@@ -9,12 +9,13 @@ from fakes import FAKE, WRONG, FakeConfig
 import ejkernel_ops as ek
 from ejkernel_ops.kernels import LINEAR
 
+SLOW = FakeConfig(ms=2.0)
 X = jnp.linspace(-2.0, 2.0, 21).reshape(7, 3)
 
 
 @pytest.fixture
 def candidates(monkeypatch):
-    def use(*configs, default=FakeConfig(ms=2.0)):
+    def use(*configs, default=SLOW):
         monkeypatch.setattr(fakes.Fake, "candidates", configs)
         monkeypatch.setattr(fakes.Fake, "default", default)
 
@@ -185,10 +186,13 @@ def test_one_failing_op_does_not_stop_the_rest(candidates):
 
 
 def test_forged_label_is_skipped_with_a_reason():
-    text = 'func.func public @main() {\n %0 = x {mhlo.frontend_attributes = {ejkernel_call = "ejkernel_ops#a@v1:0123456789abcdef"}}\n}'
+    mark = '{mhlo.frontend_attributes = {ejkernel_call = "ejkernel_ops#a@v1:0123456789abcdef"}}'
+    text = f"func.func public @main() {{\n %0 = x {mark}\n}}"
     result = ek.autotune_lowered(selector(), text)
     assert result.entries == ()
-    assert result.skipped == (("ejkernel_ops#a@v1:0123456789abcdef", "no such call was recorded in this process on this device"),)
+    assert result.skipped == (
+        ("ejkernel_ops#a@v1:0123456789abcdef", "no such call was recorded in this process on this device"),
+    )
     with pytest.raises(ek.LabelError, match="no such call was recorded"):
         ek.autotune_lowered(selector(), text, strict=True)
 

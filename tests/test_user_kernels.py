@@ -113,6 +113,24 @@ class Top(Own):
         return x.max(1), x.argmax(1)
 
 
+class OffsetBackward(Own):
+    name = "test_offset_bwd"
+
+    def run(self, x, offset, out, dout, *, cfg, needs):
+        d = dout * jnp.cos(x * offset)
+        return d * offset, jnp.sum(d * x, [i for i in range(2) if offset.shape[i] == 1], keepdims=True)
+
+
+class Offset(Own):
+    """An operand that has one row for each row of the other, or one for all."""
+
+    name, rows, out_rows = "test_offset", (True, "broadcast"), (True,)
+    backward = OffsetBackward()
+
+    def run(self, x, offset, *, cfg):
+        return jnp.sin(x * offset)
+
+
 class OneSidedBackward(Own):
     name = "test_one_sided_bwd"
 
@@ -135,6 +153,7 @@ def normal(seed, *shape):
 
 
 centred, scaled, affine, named, top, one_sided = (cls() for cls in (Centred, Scaled, Affine, Named, Top, OneSided))
+offset = Offset()
 X, SCALE = normal(0, 5, 3, 3), normal(1, 1)
 WEIGHT, BIAS, SHIFT, FACTOR, MASK = normal(2, 3, 3), normal(3, 3), normal(4, 3), normal(5) ** 2, normal(6, 3, 3) > 0
 
@@ -253,6 +272,41 @@ def test_vmap_of_a_kernel_without_rows_loops_and_with_rows_folds():
     assert sites(centred, X) == [("test_centred@v1", 5)]
     assert sites(scaled, X, SCALE) == [("test_scaled@v1", 1)]
     assert sites(top, X) == [("test_top@v1", 1)]
+
+
+@pytest.mark.parametrize(("rows", "shape", "axis", "forward", "backward"), [
+    # One that all examples and rows share folds; its gradient for each example needs a loop.
+    (3, (1, 3), None, 1, 5),
+    (3, (1, 1), None, 1, 5),
+    (3, (3, 1), None, 1, 1),  # one for each row
+    (1, (1, 3), None, 1, 1),
+    (1, (5, 1, 3), 0, 1, 1),  # one for each example, which has one row
+    (3, (5, 1, 3), 0, 5, 5),  # one for each example, shared by its rows
+    (3, (3, 1, 5), -1, 1, 1),
+])  # fmt: skip
+def test_operand_that_broadcasts_over_rows_folds_where_rows_may_join_and_loops_where_not(
+    rows, shape, axis, forward, backward
+):
+    arrays, axes = (X[:, :rows], normal(8, *shape)), (0, axis)
+
+    def plain(x, offset):
+        return jnp.sin(x * offset)
+
+    lowered = jax.jit(jax.vmap(gradients(offset), axes)).lower(*arrays)
+    counts = {split_label(site.label)[0]: site.executions for site in call_sites(lowered)}
+    assert counts == {"test_offset@v1": forward, "test_offset_bwd@v1": backward}
+    close(lowered.compile(FAST)(*arrays), fast(jax.vmap(gradients(plain), axes), *arrays))
+    close(fast(gradients(jax.vmap(offset, axes)), *arrays), fast(gradients(jax.vmap(plain, axes)), *arrays))
+    tangents = tuple(map(jnp.cos, arrays))
+    for live in ((0,), (1,), (0, 1)):
+
+        def directional(fn, live=live):
+            one = jax.vmap(
+                lambda x, o, dx, do: jax.jvp(fn, (x, o), (dx * (0 in live), do * (1 in live))), (*axes, *axes)
+            )
+            return fast(one, *arrays, *tangents)
+
+        close(directional(offset), directional(plain))
 
 
 def test_gradients_of_unequal_keyword_arrays_keep_their_types():

@@ -126,6 +126,6 @@ def describe(choice: Choice) -> str:
 def parse_description(text: str) -> tuple[dict[str, str], dict[str, str], str]:
     """What `describe` wrote: fields by dotted name, the tier of each, notes."""
     fields, sources, notes = ([*text.split(" | "), "", "", ""])[:3]
-    pairs = [field.rpartition("=")[::2] for field in fields.split()]  # a config that is no dataclass has no name
-    tiers = [source.rpartition(":")[::2] for source in sources.split(",") if source]
-    return dict(pairs), dict(tiers), notes.strip()
+    named = [field.rpartition("=") for field in fields.split()]  # a config that is no dataclass has no name
+    tiers = [source.rpartition(":") for source in sources.split(",") if source]
+    return {name: value for name, _, value in named}, {name: tier for name, _, tier in tiers}, notes.strip()

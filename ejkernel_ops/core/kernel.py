@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import typing
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
@@ -44,7 +45,7 @@ class Kernel(Generic[Cfg, Out]):
         op_id: another spelling of `name`.
 
     Attributes:
-        config_cls: the type of its configs.
+        config_cls: the type of its configs; default the first parameter of `Kernel[Config, Out]`.
         backward: the kernel that computes gradients. Its `run` gets the operands, all outputs, the
             cotangents of all outputs, the keyword arguments, and `needs`, which has the structure of
             the operands with a bool in place of each array. It returns one gradient (or `None`) for
@@ -93,8 +94,12 @@ class Kernel(Generic[Cfg, Out]):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
+        for base in vars(cls).get("__orig_bases__", ()):  # class MyKernel(Kernel[MyConfig, Out])
+            config = next(iter(typing.get_args(base)), None)
+            if isinstance(config, type) and "config_cls" not in vars(cls):
+                cls.config_cls = config
         if "config_space" in vars(cls) and "candidate_cfgs" not in vars(cls):
-            cls.candidate_cfgs = cls.config_space  # the other documented spelling
+            cls.candidate_cfgs = vars(cls)["config_space"]  # the other documented spelling
 
     # What subclasses define
 
@@ -149,11 +154,11 @@ class Kernel(Generic[Cfg, Out]):
         """The method `name_<suffix>` for a back end, or for a platform, else `name` itself."""
         kind = platform_kind(platform)
         suffixes = [backend] if backend else [get_device_platform(platform), kind]
+        if name == "run" and backend is None and type(self).run is Kernel.run:
+            suffixes.append("xla")  # every platform compiles it
         for suffix in suffixes:
             if (method := getattr(self, f"{name}_{suffix}", None)) is not None:
                 return method
-        if name == "run" and type(self).run is Kernel.run and backend is None and hasattr(self, "run_xla"):
-            return self.run_xla  # every platform compiles XLA
         return getattr(self, name)
 
     def why_not(self, inv: Invocation, backend: str) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -75,7 +76,7 @@ def _out_tree(call: Call, operands: Sequence[Any]) -> Any:
 
 def _output(call: Call, avals: tuple) -> tuple[Any, list[Any]]:
     """Structure and types of the output."""
-    return _cached_output(call, avals, jax.sharding.get_abstract_mesh(), bool(jax.config.jax_enable_x64))
+    return _cached_output(call, avals, jax.sharding.get_abstract_mesh(), bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -141,7 +142,8 @@ def _on_auto_axes(run: Callable, operands: Sequence[Any], call: Call) -> list[An
         return list(run(*operands))
     types = _output(call, tuple(map(jax.typeof, operands)))[1]
     specs = tuple(t.sharding.spec for t in types)
-    return list(jax.sharding.auto_axes(lambda *x: tuple(run(*x)), axes=explicit, out_sharding=specs)(*operands))
+    local: Callable = jax.sharding.auto_axes(lambda *x: tuple(run(*x)), axes=explicit, out_sharding=specs)
+    return list(local(*operands))
 
 
 # Differentiation
@@ -260,7 +262,7 @@ def _primitive(name: str, plain: Callable, abstract_eval: Callable, jvp: Callabl
     @functools.lru_cache(maxsize=4096)
     def jitted(**params):
         def run(*args):
-            if args and not any(isinstance(x, jax.core.Tracer) for x in args):
+            if args and not any(isinstance(x, Tracer) for x in args):
                 return plain(*args, **params)  # op by op: for `disable_jit`, and `debug_nans` in search of the culprit
             return primitive.bind(*args, **params)
 

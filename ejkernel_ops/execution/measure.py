@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 _SAMPLE_S = 1e-3  # a sample lasts at least this long, so that the clock and the dispatch do not count
 
@@ -42,7 +43,7 @@ def benchmark(fn: Callable, *args: Any, num_iters: int = 10, num_warmup: int = 3
 
 def inside_trace() -> bool:
     """Whether a program is being traced, so that nothing that is called now runs now."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+    return isinstance(jnp.zeros(()), Tracer)
 
 
 def _sample(run: Callable[[], Any], repeats: int) -> float:

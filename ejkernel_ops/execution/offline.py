@@ -16,7 +16,9 @@ from ..utils.meta import call_sites, split_label
 from .result import AutotuningResult, Entry
 
 
-def autotune_lowered(selector: Any, lowered: Any = None, *, strict: bool = False, sync: bool = False) -> AutotuningResult:
+def autotune_lowered(
+    selector: Any, lowered: Any = None, *, strict: bool = False, sync: bool = False
+) -> AutotuningResult:
     """Tunes every labelled call of a lowered program, forward and backward, each distinct one once.
 
     It needs `lower()` alone: no weights, no earlier run. Winners go into the selector's caches; a call that
@@ -47,7 +49,9 @@ def autotune_lowered(selector: Any, lowered: Any = None, *, strict: bool = False
     if lowered is None:
         selector, lowered = default_selector(), selector
     if sync and jax.process_count() > 1:
-        raise UnsupportedError("sync=True with several processes is not supported yet: tune in one, load its file in all")
+        raise UnsupportedError(
+            "sync=True with several processes is not supported yet: tune in one, load its file in all"
+        )
     device, calls, skipped = device_fingerprint(), [], []
     counts: dict[str, tuple[int, int]] = {}
     for site in call_sites(lowered):

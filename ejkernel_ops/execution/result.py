@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+
 from ..config.cache import Key
 from ..config.schema import from_plain, leaf_fields, parse_json, to_json
 from ..core.kernel import find_kernel
@@ -67,9 +69,7 @@ class Entry:
 
 def versions() -> dict[str, str]:
     """What the timings depend on besides the device."""
-    import jaxlib
-
-    return {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    return {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +263,7 @@ class AutotuningResult(Reentrant):
     def _footer(self) -> Iterable[str]:
         if self.step_ms is not None:
             before, after = self.step_ms
-            yield f"whole step: {before:.1f} ms with heuristics, {after:.1f} ms with this result ({before / after:.2f}x)"
+            yield f"whole step: {before:.1f} ms with heuristics, {after:.1f} ms with it ({before / after:.2f}x)"
         for label, reason in self.skipped:
             yield f"not tuned: {label}: {reason}"
         yield from self.notes
@@ -272,11 +272,23 @@ class AutotuningResult(Reentrant):
 
 def _cells(e: Entry) -> list[str]:
     """An entry as a row of text."""
-    fields = [f"{name.split('.')[-1]}={value}" for name, value in leaf_fields(e.cfg) if value is not None and name != "backend"]
+    fields = [
+        f"{name.split('.')[-1]}={value}"
+        for name, value in leaf_fields(e.cfg)
+        if value is not None and name != "backend"
+    ]
     calls = str(e.count) if e.executions == e.count else f"{e.count} (x{e.executions // max(e.count, 1)})"
     kept = "" if e.heuristic is None or e.cfg != e.heuristic else " (heuristic)"
     times = [_number(e.heuristic_ms), _number(e.ms), f"{e.gain:.2f}x" if e.gain else "-"]
-    return [e.op_id_v, e.shapes, calls, getattr(e.cfg, "backend", None) or "-", " ".join(fields), *times, e.source + kept]
+    return [
+        e.op_id_v,
+        e.shapes,
+        calls,
+        getattr(e.cfg, "backend", None) or "-",
+        " ".join(fields),
+        *times,
+        e.source + kept,
+    ]
 
 
 def _number(ms: float | None) -> str:
@@ -294,14 +306,22 @@ def _entry_to_plain(entry: Entry) -> dict[str, Any]:
     ]
     heuristic = None if entry.heuristic is None else json.loads(to_json(entry.heuristic))
     config = json.loads(to_json(entry.cfg))
-    return {"op": entry.op_id_v, "key": entry.call_key, "config": config, "heuristic": heuristic, **numbers, "trials": trials}
+    return {
+        "op": entry.op_id_v,
+        "key": entry.call_key,
+        "config": config,
+        "heuristic": heuristic,
+        **numbers,
+        "trials": trials,
+    }
 
 
 def _entry_from_plain(data: dict[str, Any]) -> Entry:
     kernel = find_kernel(data["op"])
     kind = kernel.config_cls or Any
     trials = tuple(
-        Trial(from_plain(t["config"], kind), str(t["status"]), t["ms"], t["spread"], str(t["reason"])) for t in data["trials"]
+        Trial(from_plain(t["config"], kind), str(t["status"]), t["ms"], t["spread"], str(t["reason"]))
+        for t in data["trials"]
     )
     return Entry(
         str(data["op"]),

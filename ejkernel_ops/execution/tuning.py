@@ -171,7 +171,8 @@ class Autotuner:
         gain = 1 - max(paired[best], medians[best] / medians[default])  # both must say so
         winner = best if gain > self.min_gain else default
         timed = tuple(
-            dataclasses.replace(t, ms=medians[t.cfg], spread=spread(samples[t.cfg])) if t.cfg in runs else t for t in trials
+            dataclasses.replace(t, ms=medians[t.cfg], spread=spread(samples[t.cfg])) if t.cfg in runs else t
+            for t in trials
         )
         return Tuned(winner, default, medians[winner], medians[default], timed)
 
@@ -208,7 +209,9 @@ def _reference(inv: Invocation, inputs: Sequence[Any]) -> Reference:
     try:
         return Reference(inv, inputs)
     except Exception as error:  # any failure of the plain path means that nothing can be compared
-        raise TuningError(f"the heuristic config of {inv!r} does not run, so nothing can be compared: {_first_line(error)}") from None
+        raise TuningError(
+            f"the heuristic config of {inv!r} does not run, so nothing can be compared: {_first_line(error)}"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:
@@ -218,7 +221,12 @@ def _first_line(error: Exception) -> str:
 
 
 def autotune(
-    kernel: Kernel, *args: Any, configs: Iterable[Any] | None = None, num_warmup: int = 3, num_iters: int = 10, **kwargs: Any
+    kernel: Kernel,
+    *args: Any,
+    configs: Iterable[Any] | None = None,
+    num_warmup: int = 3,
+    num_iters: int = 10,
+    **kwargs: Any,
 ) -> Any:
     """Tunes one call of a kernel, and returns the config; stores nothing.
 

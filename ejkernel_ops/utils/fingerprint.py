@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 
 from ..errors import ConfigError
 
@@ -56,13 +57,13 @@ def get_device_platform(platform: str | None = None) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _fingerprint(device: jax.Device) -> str:
+def _fingerprint(device: Any) -> str:
     capability = getattr(device, "compute_capability", None)
     parts = [platform_kind(device.platform), device.device_kind]
     return "|".join(" ".join(str(p).split()) for p in [*parts, *([capability] if capability else [])])
 
 
-def device_fingerprint(device: jax.Device | str | None = None) -> str:
+def device_fingerprint(device: Any = None) -> str:
     """A stable name of a device model: kind, model and compute capability.
 
     Args:
@@ -76,7 +77,7 @@ def device_fingerprint(device: jax.Device | str | None = None) -> str:
         'cpu|cpu'
     """
     if device is None:
-        device = jax.config.jax_default_device
+        device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None or isinstance(device, str):
         try:
             device = jax.local_devices(backend=device)[0]
@@ -193,7 +194,7 @@ def _form(obj: Any, where: str) -> Any:  # one branch for each kind of value
         return int(obj)
     if isinstance(obj, (float, complex)):
         return {"float": repr(obj)} if isinstance(obj, float) else {"complex": repr(obj)}
-    if isinstance(obj, jax.ShapeDtypeStruct) or isinstance(obj, jax.core.AbstractValue):
+    if isinstance(obj, (jax.ShapeDtypeStruct, ShapedArray)):
         shape = [int(n) if isinstance(n, (int, np.integer)) else str(n) for n in obj.shape]  # text: symbolic ones
         return {"array": [str(obj.dtype), shape, bool(getattr(obj, "weak_type", False))]}
     if isinstance(obj, np.dtype):

@@ -106,7 +106,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     def __init__(self, *args: Any, config: AttentionConfig | None = None, backend: str | None = None, **kwargs: Any):
         if "attention_fn" in kwargs:
-            raise ConfigError("attention_fn is given; this layer brings its own: use nnx.MultiHeadAttention for another")
+            raise ConfigError(
+                "attention_fn is given; this layer brings its own: use nnx.MultiHeadAttention for another"
+            )
         super().__init__(*args, attention_fn=KernelAttention(config, backend), **kwargs)
 
     @property
@@ -126,7 +128,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     def pin(self, **fields: Any) -> None:
         """Changes `config`, `backend` or `path`; jitted functions that take the module retrace once."""
-        self.attention_fn = dataclasses.replace(self.attention_fn, **fields)
+        attention_fn: Any = self.attention_fn
+        self.attention_fn = dataclasses.replace(attention_fn, **fields)
 
     config_type = AttentionConfig
 
