@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 CONSTRAINTS := constraints/python$(VERSION).txt
+ifeq ($(wildcard $(CONSTRAINTS)),)
+$(error $(PYTHON) is Python $(VERSION); supported: $(patsubst constraints/python%.txt,%,$(wildcard constraints/*)). Pass PYTHON=python3.12, say)
+endif
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 ARGS ?=
 

@@ -20,7 +20,8 @@ _hidden: set[Key] = set()
 _lock = threading.Lock()
 
 
-def _recording() -> bool:
+def recording() -> bool:
+    """Whether lowered calls are recorded."""
     value = os.environ.get("EJKERNEL_OPS_RECORD", "1")
     if value not in ("0", "1", ""):
         raise ConfigError(f"EJKERNEL_OPS_RECORD is {value!r}; expected 0 or 1")
@@ -29,7 +30,7 @@ def _recording() -> bool:
 
 def record(inv: Invocation) -> None:
     """Keeps a call that was lowered, unless `EJKERNEL_OPS_RECORD=0`."""
-    if not _recording():
+    if not recording():
         return
     if inv.call is not None:  # overlays of the moment are no part of what was called
         inv.call = dataclasses.replace(inv.call, snapshot=Snapshot(), explicit=())

@@ -43,7 +43,8 @@ class CheckReport:
 def check(model: Any, *inputs: Any, **kwargs: Any) -> CheckReport:
     """Compares outputs and gradients of a swapped model with those of its stock layers.
 
-    The gradients are those of a fixed random combination of the outputs.
+    The gradients are those of a fixed random combination of the outputs. Turn dropout off first: the layers draw
+    other bits than the stock ones.
 
     Args:
         model: a swapped model; or the original, and the swapped one as the first of `inputs`.
@@ -87,6 +88,14 @@ def _difference(first: Any, second: Any) -> tuple[float, float]:
     The largest of all, not of each leaf: some gradients, such as that of a key's bias, are exactly 0 but for rounding.
     """
     pairs = [[np.asarray(x, np.float64) for x in pair] for pair in zip(jax.tree.leaves(first), jax.tree.leaves(second))]
-    worst = max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=0.0)
-    largest = max((float(np.abs(a).max()) for a, _ in pairs if a.size), default=0.0)
-    return worst, worst / max(largest, 1e-30)
+    worst = np.max([0.0, *(_worst(a, b) for a, b in pairs)])
+    largest = np.max([0.0, *(np.abs(a[np.isfinite(a)]).max(initial=0.0) for a, _ in pairs)])
+    return float(worst), float(worst / max(largest, 1e-30))
+
+
+def _worst(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest difference; equal infinities and NaNs on both sides are equal, on one side infinitely far."""
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        difference = np.where(same, 0.0, np.abs(a - b))
+    return float(np.nan_to_num(difference, nan=np.inf, posinf=np.inf).max(initial=0.0))

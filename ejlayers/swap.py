@@ -13,7 +13,7 @@ from .functional import CONFIGS
 from .rules import RuleBook, Rules, check_type
 
 M = TypeVar("M")
-_reasons: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()  # model -> path -> why not
+_reasons: dict[int, dict[str, str]] = {}  # id of a model -> path -> why not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SwapReport:
     def revert(self) -> Any:
         """Puts the stock layers back, in place; returns the model."""
         _restore(adapter_of(self.model), self.model)
-        _reasons.pop(self.model, None)
+        _reasons.pop(id(self.model), None)
         return self.model
 
     def to_dict(self) -> list[dict[str, Any]]:
@@ -104,7 +104,7 @@ def swap(model: M, *, rules: Rules | None = None, config: Any = None) -> M:
         (True, True)
     """
     adapter, book, defaults = adapter_of(model), RuleBook(rules), _defaults(config)
-    changes, reasons, paths = [], {}, []
+    changes, stock, reasons, paths = [], [], {}, []
     for path, module in list(adapter.modules(model)):
         ours = adapter.REPLACEMENTS.get(type(module), type(module) if type(module) in adapter.OURS else None)
         if ours is None:
@@ -113,6 +113,7 @@ def swap(model: M, *, rules: Rules | None = None, config: Any = None) -> M:
         value = book.find(path, (type(module), ours))
         if value is False:
             reasons[path] = "a rule says so"
+            stock.append(module)
             continue
         if type(module) is not ours and (reason := ours.why_not(module)):
             reasons[path] = reason
@@ -122,13 +123,23 @@ def swap(model: M, *, rules: Rules | None = None, config: Any = None) -> M:
         )
         changes.append((module, pinned))
     book.refuse_unused(paths)
-    for module, pinned in changes:  # only after all rules are known to be good
+    for module in stock:  # only after all rules are known to be good
+        if type(module) in adapter.OURS:
+            adapter.to_stock(module)
+    for module, pinned in changes:
         if type(module) not in adapter.OURS:
             adapter.to_ours(module)
         if pinned is not None:
             module.pin(config=pinned)
-    _reasons[model] = reasons
+    _remember(model, reasons)
     return model
+
+
+def _remember(model: Any, reasons: dict[str, str]) -> None:
+    """Keeps why layers were skipped for as long as the model lives; by identity, for a model need not be hashable."""
+    if id(model) not in _reasons:
+        weakref.finalize(model, _reasons.pop, id(model), None)
+    _reasons[id(model)] = reasons
 
 
 def _defaults(config: Any) -> dict[type, Any]:
@@ -158,7 +169,7 @@ def report(model: Any) -> SwapReport:
         False
     """
     adapter = adapter_of(model)
-    reasons, rows = _reasons.get(model, {}), []
+    reasons, rows = _reasons.get(id(model), {}), []
     for path, module in adapter.modules(model):
         kind = type(module)
         if kind in adapter.OURS:

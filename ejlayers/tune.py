@@ -53,7 +53,12 @@ def tune(
     result = autotune_lowered(selector, step.lower(*args, **kwargs))
     if not whole_step or not result.entries or _is_abstract((args, kwargs)):
         return result
-    return _WholeStep(step, args, kwargs, selector).pruned(result)
+    try:
+        return _WholeStep(step, args, kwargs, selector).pruned(result)
+    except Exception as error:  # what a step may raise is endless, and minutes of tuning must not be lost to it
+        reason = (str(error).strip().splitlines() or [""])[0][:300]
+        note = f"the whole step could not be timed: {type(error).__name__}: {reason}"
+        return dataclasses.replace(result, notes=(*result.notes, note))
 
 
 def _is_abstract(tree: Any) -> bool:
@@ -68,7 +73,7 @@ class _WholeStep:
 
     def pruned(self, result: AutotuningResult) -> AutotuningResult:
         """The result without the ops whose configs make the step slower, and with the step's times."""
-        changed = sorted({e.op_id_v for e in result.entries if e.cfg != e.heuristic})
+        changed = sorted({e.op_id_v for e in result.entries if e.heuristic is not None and e.cfg != e.heuristic})
         base, full = self.times([None, result])
         if not changed:
             return dataclasses.replace(result, step_ms=(base, full))
@@ -84,9 +89,10 @@ class _WholeStep:
             for op in changed:
                 best = _without(best, op)
             best_ms, dropped = base, changed
+        tuned = result.as_overlay()
         for key, cfg in best.as_overlay().items():
-            if result.as_overlay()[key] != cfg:
-                self.selector.store(key, cfg)  # so that no later trace finds what was dropped
+            if tuned[key] != cfg:
+                self.selector.forget(key)  # so that no later trace finds what was dropped
         notes = tuple(f"dropped: the configs of {op} did not pay in the whole step" for op in dropped)
         return dataclasses.replace(best, step_ms=(base, best_ms), notes=(*best.notes, *notes))
 
@@ -107,11 +113,18 @@ class _WholeStep:
 
     def _run(self, result: AutotuningResult | None) -> float:
         args, kwargs = _copied(self.arguments)
-        jax.block_until_ready([x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)])
+        _wait((args, kwargs))
         start = time.perf_counter()
         with policy_override(mode="off") if result is None else result:
-            jax.block_until_ready(self.step(*args, **kwargs))
+            out = self.step(*args, **kwargs)
+        _wait((out, args, kwargs))  # a step may return nothing, and change its arguments
         return (time.perf_counter() - start) * 1e3
+
+
+def _wait(tree: Any) -> None:
+    """Waits for all arrays of a pytree that were not donated."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    jax.block_until_ready([x for x in arrays if not x.is_deleted()])
 
 
 def _without(result: AutotuningResult, op_id_v: str) -> AutotuningResult:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,7 +64,7 @@ class Run:
             raise Refused(str(error)) from None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "metrics.csv").write_text("")
+            tempfile.TemporaryFile(dir=folder).close()  # a run that is there stays as it is until this one has begun
         except OSError as error:
             raise Refused(f"cannot write to {folder}: {error.strerror}") from None
 
@@ -86,6 +87,7 @@ class Run:
         replaced = sum(row.replaced for row in ejlayers.report(model[0]).rows)
         console.print(f"[bold]swapped[/]   {replaced} layers")
         result = self._tuned(model) if given is None else given
+        console.print(f"[bold]result[/]    for {self._covered(model, result)} kernels of the step")
         console.print(str(result), markup=False, soft_wrap=True)
         stock_ms, tuned_ms = self._step_times(stock, model, result)
         gain = f"{stock_ms / tuned_ms:.2f}x"
@@ -120,6 +122,17 @@ class Run:
         except OSError as error:
             raise Refused(f"--result: cannot read {self.result_file}: {error.strerror}") from None
 
+    def _covered(self, model: tuple[Any, Any], result: Any) -> str:
+        """How many of the step's kernels the result has configs for: one of another size has none."""
+        from gpt.model import train_step
+
+        from ejkernel_ops import find_labels_in_lowered
+        from ejkernel_ops.utils.meta import split_label
+
+        labels = find_labels_in_lowered(train_step.lower(*model, self._batch()))
+        known = {(key.op_id_v, key.call_key) for key in result.as_overlay()}
+        return f"{sum(split_label(label) in known for label in labels)} of the {len(labels)}"
+
     def _batch(self) -> Any:
         return next(self.corpus.batches(self.size.batch, self.size.context, self.seed + 1))
 
@@ -143,10 +156,10 @@ class Run:
         from gpt.progress import TuningProgress, bar
 
         import ejlayers
-        from ejkernel_ops import ConfigSelectorChain, PersistentCache
+        from ejkernel_ops import ConfigSelectorChain
 
         with bar() as progress:
-            selector = ConfigSelectorChain(persistent=PersistentCache(), on_event=TuningProgress(progress))
+            selector = ConfigSelectorChain(on_event=TuningProgress(progress))  # no disk: each run shows its own tuning
             return ejlayers.tune(train_step, *model, self._batch(), selector=selector)
 
     def _train(self, model: tuple[Any, Any], stock: tuple[Any, Any] | None, result: Any) -> float:
@@ -164,11 +177,11 @@ class Run:
             task, since = progress.add_task("training", total=self.steps), time.perf_counter()
             for index, batch in zip(range(1, self.steps + 1), batches):
                 loss = float(step(*model, batch))
+                now = time.perf_counter()
                 stock_loss = "" if stock is None else float(train_step(*stock, batch))
                 if stock_loss != "" and index <= 200:
                     apart = max(apart, abs(loss - stock_loss))
-                now = time.perf_counter()
-                speed, since = tokens / (now - since), now
+                speed, since = tokens / (now - since), time.perf_counter()
                 measured = index % every == 0 or index == self.steps
                 held_out = self._held_out(model[0], result) if measured else held_out
                 since = time.perf_counter() if measured else since

@@ -1,5 +1,7 @@
 """Layers for Flax NNX, and what is done around a model: swap, report, tune, explain, check, set_config."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -361,6 +363,49 @@ def test_tune_takes_every_kind_of_step_and_changes_no_argument():
     assert ejlayers.tune(plain, m, optimizer, X, selector=chain, whole_step=False).digest == result.digest
     with result:
         assert np.isfinite(step(m, optimizer, X))
+
+
+def test_whole_step_waits_for_steps_that_return_nothing_and_survives_those_that_raise():
+    m = ejlayers.swap(model())
+
+    @nnx.jit
+    def silent(m, x):
+        for _ in range(20):
+            x = m.blocks[0](x)
+        m.head.bias[...] += x.mean()
+
+    @nnx.jit
+    def loud(m, x):
+        return silent(m, x), m(x)
+
+    chain, x = quick(), jnp.ones((4, 64, WIDTH))
+    times = [ejlayers.tune(step, m, x, selector=chain).step_ms[0] for step in (silent, loud)]
+    assert times[0] > times[1] / 3
+
+    def broken(m, x):
+        return jax.pure_callback(lambda x: 1 / 0, x, m(x))
+
+    result = ejlayers.tune(nnx.jit(broken), m, x, selector=chain)
+    assert len(result.entries) > 0
+    assert "could not be timed" in result.notes[0]
+
+
+def test_swap_takes_unhashable_models_and_a_rule_puts_a_stock_layer_back():
+    @dataclasses.dataclass
+    class Plain(nnx.Module):
+        head: nnx.Linear
+
+    m = ejlayers.swap(Plain(nnx.Linear(4, 4, rngs=nnx.Rngs(0))))
+    assert ejlayers.report(m).rows[0].replaced
+    ejlayers.swap(m, rules={"head": False})
+    assert type(m.head) is nnx.Linear
+    assert ejlayers.report(m).rows[0].note == "a rule says so"
+
+
+def test_check_does_not_pass_over_nan():
+    a, b = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), ejlayers.nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    b.bias[...] = b.bias[...].at[2].set(jnp.nan)
+    assert ejlayers.check(a, b, jnp.ones((2, 4))).output_abs == float("inf")
 
 
 def test_tune_takes_abstract_arguments_and_functions_of_arrays():

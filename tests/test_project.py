@@ -59,6 +59,7 @@ def test_train_gpt_leaves_a_complete_run_and_takes_its_result_again(tmp_path):
     )
     assert again.returncode == 0, again.stderr
     assert "candidate" not in again.stdout
+    assert "for 8 of the 8 kernels" in again.stdout
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,13 @@ def test_nesting_the_innermost_wins_and_an_exception_restores():
     assert step.traces == 3
 
 
+def test_nesting_large_results_is_cheap():
+    entries = [tuple(ek.Entry("linear@v1", f"{i:016x}", 1) for i in range(s, s + 300)) for s in (0, 200)]
+    outer, inner = (ek.AutotuningResult(DEVICE, e) for e in entries)
+    with outer:
+        assert ek.benchmark(lambda: inner.__enter__().__exit__(None, None, None), num_iters=20) < 1.0
+
+
 def test_unrelated_function_outside_never_retraces():
     traces = []
 
@@ -170,10 +177,10 @@ def test_file_that_cannot_be_used_says_why(text, error, match):
 
 
 def test_result_of_another_device_is_used_here_only_if_told():
-    text = edited(device="cpu|other")
+    text = edited(device="cpu|other|9")
     again = ek.AutotuningResult.loads(text, allow_other_device=True)
     assert again.device == DEVICE
-    assert "tuned for cpu|other" in str(again)
+    assert "tuned for cpu|other|9" in str(again)
 
 
 def test_text_has_calls_back_end_config_times_gain_and_source():

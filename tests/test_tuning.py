@@ -185,6 +185,49 @@ def test_one_failing_op_does_not_stop_the_rest(candidates):
         ek.autotune_lowered(selector(), lowered, strict=True)
 
 
+@pytest.mark.parametrize("method", ["candidate_cfgs", "make_inputs", "heuristic_cfg"])
+def test_author_code_that_fails_does_not_stop_the_rest(candidates, monkeypatch, method):
+    candidates()
+    lowered = jax.jit(lambda x, w: ek.linear(FAKE(x), w)).lower(X, jnp.ones((3, 2)))
+    monkeypatch.setattr(fakes.Fake, method, lambda *args: 1 / 0)
+    result = ek.autotune_lowered(selector(), lowered)
+    assert [e.op_id_v for e in result.entries] == ["linear@v1"]
+    assert "ZeroDivisionError" in result.skipped[0][1]
+
+
+def test_call_that_gives_an_operand_back_is_found():
+    class Same(ek.Kernel):
+        config_cls = int
+
+        def run(self, x, *, cfg):
+            return x
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+    same = Same("same_test")
+    lowered = jax.jit(lambda x: same(x)).lower(X)
+    assert [(e.op_id_v, e.count) for e in ek.autotune_lowered(selector(), lowered).entries] == [("same_test@v1", 1)]
+
+
+def test_pinned_call_is_skipped_and_a_compiled_program_refused():
+    config = ek.LinearConfig(backend="xla", fwd=ek.FwdParams(blocksize_m=2))
+    lowered = jax.jit(lambda x: ek.linear(x, W, config=config)).lower(ROWS)
+    result = ek.autotune_lowered(selector(), lowered)
+    assert result.entries == ()
+    assert result.skipped[0][1].startswith("pinned")
+    with pytest.raises(ek.LabelError, match="compiled"):
+        ek.autotune_lowered(selector(), lowered.compile())
+
+
+def test_gradient_methods_that_would_not_be_called_are_refused():
+    with pytest.raises(ek.UnsupportedError, match="set it as `backward`"):
+
+        class Old(ek.Kernel):
+            def vjp(self, *args):
+                pass
+
+
 def test_forged_label_is_skipped_with_a_reason():
     mark = '{mhlo.frontend_attributes = {ejkernel_call = "ejkernel_ops#a@v1:0123456789abcdef"}}'
     text = f"func.func public @main() {{\n %0 = x {mark}\n}}"
@@ -222,7 +265,9 @@ def test_recorded_calls_hold_no_arrays_and_can_be_tuned():
 def test_tune_on_call_tunes_eager_calls_only():
     chain = ek.ConfigSelectorChain(tuner=ek.Autotuner(num_iters=1), autotune=True)
     executor = ek.Executor(chain)
+    jax.jit(lambda x: executor(LINEAR, x, W))(ROWS)
+    assert len(chain.cache) == 0  # inside a trace nothing could be timed
     executor(LINEAR, ROWS, W)
-    assert len(chain.cache) == 0  # a call is lowered, and so traced, when it is run
-    assert executor.choose_config(LINEAR, ROWS, W).backend == "xla"
     assert len(chain.cache) == 1
+    executor.choose_config(LINEAR, jnp.ones((5, 8)), W)
+    assert len(chain.cache) == 2

@@ -93,6 +93,12 @@ class ConfigCache:
             self._configs[split_key(key, tuple(others))] = cfg
         count_write()
 
+    def discard(self, key: Hashable) -> None:
+        """Forgets the config under a key, if there is one."""
+        with self._lock:
+            self._configs.pop(key, None)
+        count_write()
+
     def clear(self) -> None:
         """Forgets all configs."""
         with self._lock:

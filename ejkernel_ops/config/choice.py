@@ -39,12 +39,24 @@ def choose(inv: Any, snapshot: Snapshot, generation: int) -> Choice:
         ConfigError: no tier gives a config, or an explicit one names a field that its back end lacks.
         UnsupportedError: an explicit back end cannot do the call.
     """
+    selector, is_chain = _selector(snapshot)
+    if is_chain:
+        return selector.choose_for(inv, snapshot, generation)
+    return Choice(selector.choose(inv, inv.kernel), (("", "chooser"),))
+
+
+def tunes_on_call(snapshot: Snapshot) -> bool:
+    """Whether calls under a snapshot are tuned when they are first made."""
+    selector, is_chain = _selector(snapshot)
+    return is_chain and selector.policy_under(snapshot).tune_on_call
+
+
+def _selector(snapshot: Snapshot) -> tuple[Any, bool]:
+    """Who chooses, and whether it knows of snapshots."""
     from .selection import ConfigSelectorChain, default_selector
 
     selector = snapshot.selector if snapshot.selector is not None else default_selector()
-    if isinstance(selector, ConfigSelectorChain):
-        return selector.choose_for(inv, snapshot, generation)
-    return Choice(selector.choose(inv, inv.kernel), (("", "chooser"),))
+    return selector, isinstance(selector, ConfigSelectorChain)
 
 
 def combine(inv: Any, tiers: Iterable[tuple[str, Any]]) -> Choice:

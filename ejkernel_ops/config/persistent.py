@@ -99,6 +99,15 @@ class PersistentCache:
         self.stats["written"] += 1
         count_write()
 
+    def discard(self, key: Any) -> None:
+        """Removes the entry of a key, if there is one."""
+        file, _ = self._file(key)
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            self._warn("remove", f"{file}: {error}")
+        count_write()
+
     def __contains__(self, key: Any) -> bool:
         return self.get(key) is not None
 

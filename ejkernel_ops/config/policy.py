@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 from typing import Any
 
-from ..core.snapshot import Reentrant, Snapshot, _uid, entered
+from ..core.snapshot import Reentrant, Snapshot, entered, uid_of
 from ..errors import ConfigError
 
 MODES = ("auto", "cached", "pinned", "off")
@@ -18,9 +18,8 @@ class AutotunePolicy:
     """Which tiers a choice may use.
 
     Args:
-        mode: `"auto"`: explicit, overlays, memory, disk, packaged table, tuning if `tune_on_call`,
-            heuristic. `"cached"`: the same, never tuning. `"pinned"`: explicit, overlays, packaged
-            table, else an error. `"off"`: explicit, else heuristic.
+        mode: `"auto"`: explicit, overlays, memory, disk, tuning if `tune_on_call`, heuristic. `"cached"`: the
+            same, never tuning. `"pinned"`: explicit, overlays, else an error. `"off"`: explicit, else heuristic.
         tune_on_call: tune on the first call of a shape, outside traces, in a single process.
 
     Raises:
@@ -67,7 +66,7 @@ class policy_override(Reentrant):  # documented as a function
                     f"unknown policy field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {known}")
                 )
         AutotunePolicy(**fields)  # refuses bad values before anything changes
-        uid = None if selector is None else _uid(selector)
+        uid = None if selector is None else uid_of(selector)
         self.changes = tuple((uid, name, value) for name, value in sorted(fields.items()))
 
     def _open(self) -> contextlib.AbstractContextManager:

@@ -36,7 +36,7 @@ class ConfigChooser(Protocol):
 
 
 class ConfigSelectorChain:
-    """Chooses a config by tiers: explicit, overlays, memory, disk, packaged table, tuning, heuristic.
+    """Chooses a config by tiers: explicit, overlays, memory, disk, tuning, heuristic.
 
     An explicit config is never stored, and a heuristic never counts as tuned.
 
@@ -164,6 +164,12 @@ class ConfigSelectorChain:
         self.cache.put(*key, cfg)
         if self.persistent is not None and self.persist_autotune:
             self.persistent.put(*key, cfg)
+
+    def forget(self, key: Key) -> None:
+        """Takes a config back out of memory and disk."""
+        self.cache.discard(key)
+        if self.persistent is not None and self.persist_autotune:
+            self.persistent.discard(key)
 
     def emit(self, event: str, **data: Any) -> None:
         """Calls `on_event`, if there is one."""

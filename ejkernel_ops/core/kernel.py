@@ -94,6 +94,12 @@ class Kernel(Generic[Cfg, Out]):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
+        for name in ("vjp", "custom_vjp"):
+            if hasattr(cls, name):
+                raise UnsupportedError(
+                    f"{cls.__qualname__}.{name} would not be called: gradients as a method are not supported yet; "
+                    "write a Kernel that returns them and set it as `backward`"
+                )
         for base in vars(cls).get("__orig_bases__", ()):  # class MyKernel(Kernel[MyConfig, Out])
             config = next(iter(typing.get_args(base)), None)
             if isinstance(config, type) and "config_cls" not in vars(cls):

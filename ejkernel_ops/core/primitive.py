@@ -19,7 +19,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..config.choice import choose, describe
+from ..config.choice import choose, describe, tunes_on_call
 from ..errors import ConfigError, UnsupportedError
 from ..registry import record
 from ..utils.meta import label, scope_name
@@ -37,6 +37,8 @@ def call_kernel(kernel, args: tuple, kwargs: dict, explicit: tuple, snapshot, ge
     args, kwargs = kernel.prepare(*args, **kwargs)
     call, operands = make_call(kernel, args, kwargs, explicit, snapshot, generation)
     operands = equally_varying(operands)  # so that a weight's gradient inside shard_map gets its psum
+    if tunes_on_call(snapshot) and not any(isinstance(x, Tracer) for x in operands):
+        choose(call.invocation(operands), snapshot, generation)  # now: where it is lowered nothing can be timed
     outs = kernel_p.bind(*operands, call=call)
     return jax.tree.unflatten(_out_tree(call, operands), outs)
 
@@ -124,6 +126,8 @@ def _lowered(*operands: Any, call: Call, platform: str) -> list[Any]:
     with jax.named_scope(scope_name(text)):
         outs = _on_auto_axes(lambda *operands: execute(call, choice.cfg, operands, platform), operands, call)
     record(inv)
+    # An output that is an operand has no op of its own that a label could be on.
+    outs = [jax.lax.optimization_barrier(out) if any(out is x for x in operands) else out for out in outs]
     # On values: a context would mark every op inside. The call itself on one op only, so that calls can be counted.
     outs = [set_xla_metadata(out, ejkernel_ops=text) for out in outs]
     if outs:

@@ -39,7 +39,7 @@ class Snapshot:
     @functools.cached_property
     def digest(self) -> str:
         """Text that is equal exactly where the content is."""
-        uid = getattr(self.selector, "uid", None) if self.selector is None else _uid(self.selector)
+        uid = None if self.selector is None else uid_of(self.selector)
         return stable_json([self.overlay_digest, self.policies, uid, self.path])
 
     @functools.cached_property
@@ -53,7 +53,7 @@ class Snapshot:
         return self is other or (isinstance(other, Snapshot) and self.digest == other.digest)
 
 
-def _uid(chooser: Any) -> int:
+def uid_of(chooser: Any) -> int:
     """A number that no other chooser of this process has, or had."""
     if not hasattr(chooser, "uid"):
         chooser.uid = next_uid()
@@ -86,6 +86,10 @@ def entered(change: Callable[[Snapshot], Snapshot]) -> Iterator[None]:
         yield
 
 
+_merged: dict[tuple[str, str], tuple[Mapping, str]] = {}  # digests of two overlays -> the merged one
+_selected: dict[tuple[Snapshot, int], Snapshot] = {}
+
+
 def overlay_digest(configs: Mapping) -> str:
     """Digest of key -> config, by content."""
     return hashlib.sha256(stable_json(configs, where="overlay").encode()).hexdigest()
@@ -97,8 +101,27 @@ def with_overlay(snapshot: Snapshot, configs: Mapping, digest: str) -> Snapshot:
         return snapshot
     if not snapshot.overlay:
         return dataclasses.replace(snapshot, overlay=MappingProxyType(dict(configs)), overlay_digest=digest)
-    merged = {**snapshot.overlay, **configs}
-    return dataclasses.replace(snapshot, overlay=MappingProxyType(merged), overlay_digest=overlay_digest(merged))
+    pair = (snapshot.overlay_digest, digest)
+    found = _merged.get(pair)  # hashing hundreds of configs costs milliseconds, and nesting repeats in a loop
+    if found is None:
+        merged = MappingProxyType({**snapshot.overlay, **configs})
+        found = _remember(_merged, pair, (merged, overlay_digest(merged)))
+    return dataclasses.replace(snapshot, overlay=found[0], overlay_digest=found[1])
+
+
+def with_selector(snapshot: Snapshot, selector: Any) -> Snapshot:
+    """The snapshot with the selector of an explicit executor."""
+    pair = (snapshot, uid_of(selector))
+    found = _selected.get(pair)
+    return _remember(_selected, pair, dataclasses.replace(snapshot, selector=selector)) if found is None else found
+
+
+def _remember(table: dict, key: Any, value: Any) -> Any:
+    """Puts a value into a small table, which starts anew when it is full."""
+    if len(table) >= 256:
+        table.clear()
+    table[key] = value
+    return value
 
 
 class Reentrant:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -14,8 +12,9 @@ from ..core.call import explicit_pairs
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
 from ..core.primitive import call_kernel
-from ..core.snapshot import Snapshot, current
+from ..core.snapshot import Snapshot, current, with_selector
 from ..errors import ConfigError
+from ..utils.fingerprint import is_array
 
 __all__ = ["ConfigChooser", "Executor", "default_executor"]
 
@@ -77,19 +76,21 @@ class Executor:
 
     def compile(self, kernel: Kernel, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         """Compiles a call ahead of time; arguments may be abstract. The result takes the array arguments."""
-        run = functools.partial(self.__call__, kernel, cfg=cfg, **kwargs)
-        return jax.jit(run).lower(*args).compile()
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        places = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
+
+        def run(*arrays):
+            given = dict(zip(places, arrays))
+            args, kwargs = jax.tree.unflatten(treedef, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
+            return self(kernel, *args, cfg=cfg, **kwargs)
+
+        return jax.jit(run).lower(*[leaves[index] for index in places]).compile()
 
     def _snapshot(self) -> Snapshot:
         snapshot = current()
         if self._chooser is None or snapshot.selector is self._chooser:
             return snapshot
-        return _with_selector(snapshot, self._chooser)
-
-
-@functools.lru_cache(maxsize=256)
-def _with_selector(snapshot: Snapshot, chooser: Any) -> Snapshot:
-    return dataclasses.replace(snapshot, selector=chooser)
+        return with_selector(snapshot, self._chooser)
 
 
 _DEFAULT = Executor()

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 
 from ..config.cache import Key
-from ..config.selection import ConfigSelectorChain, default_selector
+from ..config.choice import parse_description
+from ..config.selection import ConfigSelectorChain, default_selector, heuristic
 from ..core.invocation import Invocation
 from ..errors import EjkernelError, LabelError, UnsupportedError
-from ..registry import find_call, get_invocations
+from ..registry import find_call, get_invocations, recording
 from ..utils.fingerprint import device_fingerprint
-from ..utils.meta import call_sites, split_label
+from ..utils.meta import CallSite, call_sites, extract_labels_from_hlo_text, program_text, split_label
 from .result import AutotuningResult, Entry
 
 
@@ -53,21 +54,36 @@ def autotune_lowered(
             "sync=True with several processes is not supported yet: tune in one, load its file in all"
         )
     device, calls, skipped = device_fingerprint(), [], []
-    counts: dict[str, tuple[int, int]] = {}
-    for site in call_sites(lowered):
-        before = counts.get(site.label, (0, 0))
-        counts[site.label] = before[0] + site.calls, before[1] + site.executions
-    for label, (count, executions) in counts.items():
+    text = program_text(lowered)
+    if text.startswith("HloModule"):
+        raise LabelError("the program is compiled: its calls cannot be counted any more; pass the lowered one")
+    for label, sites in _by_label(text).items():
         key = Key(device, *split_label(label))
-        inv = find_call(key)
-        if inv is not None:
-            calls.append((label, key, inv, count, executions))
+        inv, reason = find_call(key), ""
+        if inv is None:
+            off = "" if recording() else ": EJKERNEL_OPS_RECORD=0 turned recording off"
+            reason = f"no such call was recorded in this process on this device{off}"
+        elif not sites:
+            reason = "the program has its result, but not the call"
+        elif all(set(parse_description(site.config)[1].values()) == {"call"} for site in sites):
+            skipped.append((label, "pinned: every field comes from the config that the call or module gives"))
             continue
-        reason = "no such call was recorded in this process on this device"
-        if strict:
-            raise LabelError(f"{label}: {reason}; lower the program here, or load its invocations")
-        skipped.append((label, reason))
+        if not reason:
+            counts = sum(site.calls for site in sites), sum(site.executions for site in sites)
+            calls.append((label, key, inv, *counts))
+        elif strict:
+            raise LabelError(f"{label}: {reason}; lower the program in this process")
+        else:
+            skipped.append((label, reason))
     return _tune(selector, device, calls, skipped, strict)
+
+
+def _by_label(text: str) -> dict[str, list[CallSite]]:
+    """The calls of a program by label; of a label that is only on results, none."""
+    found: dict[str, list[CallSite]] = {label: [] for label in extract_labels_from_hlo_text(text)}
+    for site in call_sites(text):
+        found[site.label].append(site)
+    return found
 
 
 def autotune_recorded(selector: Any = None) -> AutotuningResult:
@@ -119,7 +135,7 @@ def _tune(
 def _stored(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: dict[str, Any]) -> Entry | None:
     for tier, cfg in selector.stored(inv, key):
         if cfg is not None:
-            return Entry(key.op_id_v, key.call_key, cfg, source=tier, **numbers)
+            return Entry(key.op_id_v, key.call_key, cfg, source=tier, heuristic=heuristic(inv), **numbers)
     return None
 
 

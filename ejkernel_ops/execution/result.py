@@ -88,7 +88,8 @@ class AutotuningResult(Reentrant):
         notes: what else the reader should know.
 
     Example:
-        >>> result = AutotuningResult("cpu|cpu", ())
+        >>> from ejkernel_ops import device_fingerprint
+        >>> result = AutotuningResult(device_fingerprint(), ())
         >>> with result:
         ...     pass
         >>> AutotuningResult.loads(result.dumps()) == result
@@ -234,6 +235,8 @@ class AutotuningResult(Reentrant):
     def save(self, path: str | os.PathLike) -> None:
         """Writes the result to a file, which is replaced as a whole."""
         path = Path(path)
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"cannot save to {path}: the folder {path.parent} does not exist")
         part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             part.write_text(self.dumps(), encoding="utf-8")

@@ -18,7 +18,7 @@ from ..core.kernel import Kernel
 from ..errors import ConfigError, TuningError
 from ..utils.fingerprint import is_array
 from .check import Reference, compiled
-from .measure import inside_trace, interleaved, spread
+from .measure import benchmark, inside_trace, interleaved, spread
 
 SEED = 0
 
@@ -111,7 +111,8 @@ class Autotuner:
         Args:
             inv: the abstract call.
             candidates: configs to try; default the kernel's.
-            on_event: called as `on_event("trial", op_id_v=, trial=, done=, total=)` after each candidate.
+            on_event: called as `on_event("trial", op_id_v=, trial=, done=, total=)` after each candidate; the
+                trial's time is a first sample.
             inputs: operands; default random ones that the kernel makes.
 
         Returns:
@@ -123,17 +124,13 @@ class Autotuner:
         if inside_trace():
             raise TuningError(f"tuning {inv!r} inside a trace would time nothing; tune outside jit, grad and vmap")
         deadline = None if self.budget_s is None else time.monotonic() + self.budget_s
-        default = heuristic(inv)
-        found = inv.kernel.variant("candidate_cfgs", None, inv.platform)(inv) if candidates is None else candidates
-        configs = list(dict.fromkeys([default, *found]))
-        inputs = inv.kernel.make_inputs(inv, np.random.default_rng(SEED)) if inputs is None else list(inputs)
-        reference = _reference(inv, inputs)
+        default, configs, operands, reference = _prepared(inv, candidates, inputs)
         trials, runs = [], {}
         for cfg in configs:
             if deadline is not None and time.monotonic() > deadline and runs:
                 trial, run = Trial(cfg, "failed", reason="the time budget was over"), None
             else:
-                trial, run = self._prepare(inv, cfg, inputs, reference)
+                trial, run = self._prepare(inv, cfg, operands, reference)
             trials.append(trial)
             if run is not None:
                 runs[cfg] = run
@@ -155,7 +152,9 @@ class Autotuner:
             fault = reference.fault(jax.block_until_ready(run()))
         except Exception as error:  # a candidate may fail in any way, and must not take the others along
             return Trial(cfg, "failed", reason=_first_line(error)), None
-        return (Trial(cfg, "wrong", reason=fault), None) if fault else (Trial(cfg, "timed"), run)
+        if fault is not None:
+            return Trial(cfg, "wrong", reason=fault), None
+        return Trial(cfg, "timed", benchmark(run, num_iters=1, num_warmup=0)), run
 
     def _compare(self, default: Any, runs: dict, trials: list[Trial], deadline: float | None) -> Tuned:
         """Times all in turns, then the best few and the heuristic again; small gains are ties that it wins."""
@@ -205,10 +204,15 @@ class Autotuner:
         return min(runs, key=lambda cfg: statistics.median(times[cfg]))
 
 
-def _reference(inv: Invocation, inputs: Sequence[Any]) -> Reference:
+def _prepared(inv: Invocation, candidates: Iterable[Any] | None, inputs: Sequence[Any] | None) -> tuple:
+    """Heuristic config, all configs, operands and reference: code of the kernel's author, which may fail in any way."""
     try:
-        return Reference(inv, inputs)
-    except Exception as error:  # any failure of the plain path means that nothing can be compared
+        default = heuristic(inv)
+        found = inv.kernel.variant("candidate_cfgs", None, inv.platform)(inv) if candidates is None else candidates
+        configs = list(dict.fromkeys([default, *found]))
+        inputs = inv.kernel.make_inputs(inv, np.random.default_rng(SEED)) if inputs is None else list(inputs)
+        return default, configs, inputs, Reference(inv, inputs)
+    except Exception as error:
         raise TuningError(
             f"the heuristic config of {inv!r} does not run, so nothing can be compared: {_first_line(error)}"
         ) from None

@@ -88,11 +88,13 @@ def canonical_precision(precision: Any) -> Any:
     """
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if isinstance(precision, list):
+        precision = tuple(precision)
     if precision is None or precision in _PRECISIONS or precision in jax.lax.DotAlgorithmPreset.__members__:
         return precision
     if isinstance(precision, (jax.lax.Precision, jax.lax.DotAlgorithmPreset)):
         return precision.name.lower() if isinstance(precision, jax.lax.Precision) else precision.name
-    if isinstance(precision, (tuple, list)) and len(precision) == 2:
+    if isinstance(precision, tuple) and len(precision) == 2:
         return tuple(map(canonical_precision, precision))
     raise ValueError(
         f"precision is {precision!r}; expected a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, a name of one, "

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import enum
 import functools
 import hashlib
 import json
+import os
+import platform as platform_module
 import sys
+import threading
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -58,9 +62,12 @@ def get_device_platform(platform: str | None = None) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _fingerprint(device: Any) -> str:
+    kind = platform_kind(device.platform)
+    if kind == "cpu":  # JAX calls every processor "cpu"
+        return f"cpu|{platform_module.machine()}|{os.cpu_count()}"
     capability = getattr(device, "compute_capability", None)
-    parts = [platform_kind(device.platform), device.device_kind]
-    return "|".join(" ".join(str(p).split()) for p in [*parts, *([capability] if capability else [])])
+    parts = [kind, device.device_kind, *([capability] if capability else [])]
+    return "|".join(" ".join(str(part).split()) for part in parts)
 
 
 def device_fingerprint(device: Any = None) -> str:
@@ -70,11 +77,12 @@ def device_fingerprint(device: Any = None) -> str:
         device: a device, a platform name (its first device), or `None` for the default device.
 
     Returns:
-        Text such as `"gpu|NVIDIA H100 80GB HBM3|9.0"`, equal for equal models in every process.
+        Text such as `"gpu|NVIDIA H100 80GB HBM3|9.0"` or `"cpu|x86_64|8"` (a processor family and how many cores),
+        equal for equal models in every process.
 
     Example:
-        >>> device_fingerprint("cpu")
-        'cpu|cpu'
+        >>> device_fingerprint("cpu").split("|")[0]
+        'cpu'
     """
     if device is None:
         device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
@@ -169,11 +177,7 @@ def _callable_form(fn: Any, where: str) -> Any:
         return {"partial": _form(parts, where)}
     name = _importable_name(fn)
     if isinstance(fn, types.FunctionType):
-        cells = [c.cell_contents for c in fn.__closure__ or ()]
-        parts = [cells, list(fn.__defaults__ or ()), fn.__kwdefaults__ or {}]
-        # The module tells the globals apart that functions of the same text use.
-        names = [name, fn.__module__]
-        return {"function": names, "code": _code_digest(fn.__code__), "values": _form(parts, where)}
+        return _function_form(fn, name, where)
     if name is not None:
         return {"object": name}
     if isinstance(fn, types.MethodType):
@@ -182,6 +186,35 @@ def _callable_form(fn: Any, where: str) -> Any:
         f"{where} is {fn!r}, which has no value-based form, so calls with different values of it could "
         "not be told apart; pass a function, a functools.partial or a frozen dataclass"
     )
+
+
+def _function_form(fn: types.FunctionType, name: str | None, where: str) -> Any:
+    """Code and the values that it reads: closure, defaults, and the globals of a function that has no lasting name."""
+    open_now = _open_functions.__dict__.setdefault("ids", set())
+    if id(fn) in open_now:
+        return {"recursive": fn.__qualname__}
+    cells = [c.cell_contents for c in fn.__closure__ or ()]
+    parts: list[Any] = [cells, list(fn.__defaults__ or ()), fn.__kwdefaults__ or {}]
+    open_now.add(id(fn))
+    try:
+        if name is None or fn.__module__ == "__main__":  # a library's function is known by its name and code
+            parts.append({n: fn.__globals__[n] for n in _global_names(fn.__code__) if n in fn.__globals__})
+        values = _form(parts, f"{where}, by a value that {fn.__qualname__} reads,")
+    finally:
+        open_now.discard(id(fn))
+    return {"function": [name, fn.__module__], "code": _code_digest(fn.__code__), "values": values}
+
+
+_open_functions = threading.local()  # functions whose form is being made: one that reads itself must end
+
+
+def _global_names(code: types.CodeType) -> list[str]:
+    """The global names that a function, or one inside of it, loads."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names.update(_global_names(const))
+    return sorted(names)
 
 
 def _form(obj: Any, where: str) -> Any:  # one branch for each kind of value
@@ -197,6 +230,8 @@ def _form(obj: Any, where: str) -> Any:  # one branch for each kind of value
     if isinstance(obj, (jax.ShapeDtypeStruct, ShapedArray)):
         shape = [int(n) if isinstance(n, (int, np.integer)) else str(n) for n in obj.shape]  # text: symbolic ones
         return {"array": [str(obj.dtype), shape, bool(getattr(obj, "weak_type", False))]}
+    if isinstance(obj, types.ModuleType):
+        return {"module": obj.__name__}
     if isinstance(obj, np.dtype):
         return {"dtype": obj.name}
     if isinstance(obj, np.generic):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from .attention import MultiHeadAttention
@@ -59,7 +60,8 @@ def value_and_grads(model: Any, inputs: tuple, kwargs: dict, combine: Any) -> tu
     """Outputs of a model, and gradients of `combine(outputs)` with respect to parameters and float inputs."""
     graph, params, rest = nnx.split(nnx.clone(model), nnx.Param, ...)
     leaves, treedef = jax.tree.flatten((inputs, kwargs))
-    floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+    arrays = (jax.Array, np.ndarray)
+    floats = [i for i, x in enumerate(leaves) if isinstance(x, arrays) and jnp.issubdtype(x.dtype, jnp.floating)]
 
     @jax.jit
     def run(params, given):

@@ -50,7 +50,7 @@ def read_corpus(folder: Path | None, context: int) -> Corpus:
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
     if not root.is_dir():
-        raise CorpusError(f"corpus folder {root} does not exist")
+        raise CorpusError(f"corpus {root} is no folder")
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     total = 0
     for file in sorted(root.rglob("*.py")):

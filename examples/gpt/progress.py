@@ -41,10 +41,13 @@ class TuningProgress:
         if event == "tuning_start":
             self.task = self.progress.add_task("tuning", total=data["total"])
         elif event == "op_start":
-            self.name = f"{data['op_id_v']} {data['shapes'].split(' ')[0]}"
+            self.name, self.best = f"{data['op_id_v']} {data['shapes'].split(' ')[0]}", None
             self._show("")
         elif event == "trial":
-            self._show(f"candidate {data['done']}/{data['total']}")
+            ms = data["trial"].ms
+            self.best = ms if self.best is None else min(self.best, ms if ms is not None else self.best)
+            best = "" if self.best is None else f", best so far {self.best:.2f} ms"
+            self._show(f"candidate {data['done']}/{data['total']}{best}")
         elif event == "op_done":
             entry = data["entry"]
             self.progress.advance(self.task)

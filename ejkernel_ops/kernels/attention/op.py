@@ -221,6 +221,8 @@ def _offset(q_offset: Any, batch: int, end: int) -> tuple[int | None, Any]:
             raise ValueError(f"q_offset is {q_offset!r}; expected an int, an int32 array or 'end'")
         return end, None
     if isinstance(q_offset, (int, np.integer)) and not isinstance(q_offset, bool):
+        if abs(q_offset) >= 1 << 30:
+            raise ValueError(f"q_offset is {q_offset}; expected a position that an int32 holds")
         return int(q_offset), None
     q_offset = as_array("q_offset", q_offset)
     if q_offset.ndim == 0:

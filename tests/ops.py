@@ -1,0 +1,104 @@
+"""The ops, what they are compared with, and how: shared by the tests of transforms and of sharding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel_ops import flash_attention, get_invocations, label, linear
+from ejkernel_ops.utils.meta import call_sites, split_label
+
+
+def attention(query, key, value, bias=None, mask=None, ids=None, lengths=None, causal=False):
+    """Attention as it is defined, in plain JAX; a row that sees nothing gives 0."""
+    group = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, group, 2) for x in (key, value))
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key) / query.shape[-1] ** 0.5
+    logits = logits if bias is None else logits + bias
+    masks = [] if mask is None else [mask]
+    if causal:
+        masks.append(jnp.tril(jnp.ones(logits.shape[-2:], bool)))
+    if ids is not None:
+        masks.append(((ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] >= 0))[:, None])
+    if lengths is not None:
+        masks.append(jnp.arange(key.shape[1]) < lengths[:, None, None, None])
+    if not masks:
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), value)
+    weights = jnp.exp(logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True)))
+    weights = functools.reduce(jnp.multiply, masks, weights)
+    total = weights.sum(-1, keepdims=True)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights / jnp.where(total == 0, 1.0, total), value)
+
+
+OPS = {  # op, its reference, name of its kernel
+    "attention": (flash_attention, attention, "flash_attention"),
+    "ids": (
+        lambda q, k, v, ids, n: flash_attention(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, kv_lengths=n),
+        lambda q, k, v, ids, n: attention(q, k, v, ids=ids, lengths=n),
+        "flash_attention",
+    ),
+    "bias": (
+        lambda q, k, v, bias: flash_attention(q, k, v, bias=bias, causal=True),
+        lambda q, k, v, bias: attention(q, k, v, bias=bias, causal=True),
+        "flash_attention",
+    ),
+    "mask": (
+        lambda q, k, v, mask: flash_attention(q, k, v, mask=mask),
+        lambda q, k, v, mask: attention(q, k, v, mask=mask),
+        "flash_attention",
+    ),
+    "linear": (
+        lambda x, w, b: linear(x, w, b, activation="silu"),
+        lambda x, w, b: jax.nn.silu(x @ w + b),
+        "linear",
+    ),
+}
+
+
+def normal(seed, *shape):
+    return np.asarray(jax.random.normal(jax.random.key(seed), shape))
+
+
+# Compiles in less than half of the time; the passes on HLO are the same.
+FAST = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    FAST["xla_cpu_use_fusion_emitters"] = False  # later ones have no other
+
+
+def gradients(fn):
+    """Of the sum of squares, with respect to every float argument."""
+
+    def wrapped(*args):
+        floats = tuple(i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating))
+        return jax.grad(lambda *args: (fn(*args) ** 2).sum(), argnums=floats)(*args)
+
+    return wrapped
+
+
+def along_query(transform):
+    """A transform of functions of one argument, applied at the query."""
+    return lambda fn: lambda q, k, v: transform(lambda q: fn(q, k, v), q)
+
+
+def directional(fn, x):
+    return jax.jvp(fn, (x,), (jnp.cos(x),))
+
+
+def close(found, wanted, tolerance=2e-5):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def fast(fn, *arrays):
+    return jax.jit(fn, compiler_options=FAST)(*arrays)
+
+
+def recorded():
+    return {label(op, key) for op, calls in get_invocations().items() for key in calls}
+
+
+def runs(lowered):
+    """How often each kernel runs."""
+    return {split_label(site.label)[0]: site.executions for site in call_sites(lowered)}
