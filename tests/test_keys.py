@@ -93,7 +93,7 @@ class Adder:
     (((X, closed_over(2)), {}), ((X, closed_over(2)), {})),
     (((X,), {}), ((jax.ShapeDtypeStruct((2, 3), np.float32),), {})),
     (((X,), {}), ((jnp.ones((2, 3)),), {})),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_spellings_of_one_call_share_a_key(left, right):
     assert call_key(*left[0], **left[1]) == call_key(*right[0], **right[1])
 

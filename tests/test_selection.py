@@ -32,7 +32,7 @@ from ejkernel_ops import (
 from ejkernel_ops.kernels import LINEAR
 from ejkernel_ops.utils.meta import call_sites
 
-from .told import KEY, ONE, TOLD, Told, configs_of, key_of, told
+from .told import KEY, ONE, SLOPE, TOLD, Told, configs_of, key_of, told
 
 X, W = np.ones((4, 3), np.float32), np.ones((3, 2), np.float32)
 
@@ -156,6 +156,18 @@ def test_what_was_chosen_inside_a_trace_does_not_stop_tuning_outside():
     assert [chain.choose(inv) for _ in range(3)] == [42] * 3
     assert tuner.asked == ["test_told@v1"]
     assert jax.jit(lambda x: Executor(chain)(TOLD, x))(ONE) == 42
+
+
+def test_eager_calls_are_tuned_once_in_each_direction_and_jitted_ones_never():
+    tuner = Tuner()
+    set_default_selector(ConfigSelectorChain(tuner=tuner, autotune=True))
+    assert jax.jit(SLOPE)(ONE) == 1
+    with policy_override(autotune=False):
+        assert SLOPE(ONE) == 1
+    assert tuner.asked == []
+    assert [SLOPE(ONE) for _ in range(3)] == [42] * 3
+    assert jax.grad(SLOPE)(ONE) == jax.jit(jax.grad(SLOPE))(ONE) == 42
+    assert tuner.asked == ["test_slope@v1", "test_slope_bwd@v1"]
 
 
 def test_a_default_selector_can_be_replaced_and_put_back():

@@ -9,7 +9,7 @@ from fakes import FAKE, WRONG, FakeConfig
 import ejkernel_ops as ek
 from ejkernel_ops.kernels import LINEAR
 
-SLOW = FakeConfig(ms=2.0)
+SLOW = FakeConfig(ms=15.0)  # far from the rest: other processes may be busy
 X = jnp.linspace(-2.0, 2.0, 21).reshape(7, 3)
 
 
@@ -31,7 +31,7 @@ def tune(on_event=None):
 
 
 def test_fastest_right_candidate_wins(candidates):
-    candidates(FakeConfig(ms=1.0), FakeConfig(ms=6.0))
+    candidates(FakeConfig(ms=1.0), FakeConfig(ms=25.0))
     tuned = tune()
     assert tuned.cfg == FakeConfig(ms=1.0)
     assert tuned.ms < tuned.heuristic_ms

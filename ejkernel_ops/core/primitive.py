@@ -7,6 +7,7 @@ are folded in, shapes inside `shard_map` are local, and nothing is recorded that
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ..config.cache import generation
 from ..config.choice import choose, describe, tunes_on_call
 from ..errors import ConfigError, UnsupportedError
 from ..registry import record
@@ -37,8 +39,6 @@ def call_kernel(kernel, args: tuple, kwargs: dict, explicit: tuple, snapshot, ge
     args, kwargs = kernel.prepare(*args, **kwargs)
     call, operands = make_call(kernel, args, kwargs, explicit, snapshot, generation)
     operands = equally_varying(operands)  # so that a weight's gradient inside shard_map gets its psum
-    if tunes_on_call(snapshot) and not any(isinstance(x, Tracer) for x in operands):
-        choose(call.invocation(operands), snapshot, generation)  # now: where it is lowered nothing can be timed
     outs = kernel_p.bind(*operands, call=call)
     return jax.tree.unflatten(_out_tree(call, operands), outs)
 
@@ -272,7 +272,13 @@ def _primitive(name: str, plain: Callable, abstract_eval: Callable, jvp: Callabl
 
         return jax.jit(run)
 
-    primitive.def_impl(lambda *args, **params: jitted(**params)(*args))
+    def impl(*args, call: Call, **params):
+        if tunes_on_call(call.snapshot):  # either direction, now: where it is lowered nothing can be timed
+            choose(call.invocation(args), call.snapshot, call.generation)
+            call = dataclasses.replace(call, generation=generation())  # what was found before does not count
+        return jitted(call=call, **params)(*args)
+
+    primitive.def_impl(impl)
     primitive.def_abstract_eval(abstract_eval)
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -201,7 +200,7 @@ def _four(x: Any) -> Any:
 def _scale(scale: Any, query: Any, head_dim: int) -> tuple[float, Any]:
     """A static scale; one that is an array goes into the query, so that it has a gradient."""
     if scale is None:
-        return 1.0 / math.sqrt(head_dim), query
+        return head_dim**-0.5, query
     if not isinstance(scale, jax.Array):
         scale = _number("softmax_scale", scale)
         if not math.isfinite(scale):
