@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from ..core.snapshot import Snapshot
 from ..errors import ConfigError, UnsupportedError
 from .schema import leaf_fields, merge
 
@@ -30,33 +29,6 @@ class Choice:
         """The tiers that were used, first the one that decided most."""
         tiers = [tier for _, tier in self.sources]
         return "+".join(sorted(set(tiers), key=lambda t: (-tiers.count(t), tiers.index(t)))) or "heuristic"
-
-
-def choose(inv: Any, snapshot: Snapshot, generation: int) -> Choice:
-    """Chooses for one abstract call: a pure function of its arguments and of the caches at that generation.
-
-    Raises:
-        ConfigError: no tier gives a config, or an explicit one names a field that its back end lacks.
-        UnsupportedError: an explicit back end cannot do the call.
-    """
-    selector, is_chain = _selector(snapshot)
-    if is_chain:
-        return selector.choose_for(inv, snapshot, generation)
-    return Choice(selector.choose(inv, inv.kernel), (("", "chooser"),))
-
-
-def tunes_on_call(snapshot: Snapshot) -> bool:
-    """Whether calls under a snapshot are tuned when they are first made."""
-    selector, is_chain = _selector(snapshot)
-    return is_chain and selector.policy_under(snapshot).tune_on_call
-
-
-def _selector(snapshot: Snapshot) -> tuple[Any, bool]:
-    """Who chooses, and whether it knows of snapshots."""
-    from .selection import ConfigSelectorChain, default_selector
-
-    selector = snapshot.selector if snapshot.selector is not None else default_selector()
-    return selector, isinstance(selector, ConfigSelectorChain)
 
 
 def combine(inv: Any, tiers: Iterable[tuple[str, Any]]) -> Choice:

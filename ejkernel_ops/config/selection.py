@@ -183,6 +183,31 @@ def _refuse(inv: Any, backend: str | None) -> Any:
     )
 
 
+def choose(inv: Any, snapshot: Snapshot, generation: int) -> Choice:
+    """Chooses for one abstract call: a pure function of its arguments and of the caches at that generation.
+
+    Raises:
+        ConfigError: no tier gives a config, or an explicit one names a field that its back end lacks.
+        UnsupportedError: an explicit back end cannot do the call.
+    """
+    selector, is_chain = _selector(snapshot)
+    if is_chain:
+        return selector.choose_for(inv, snapshot, generation)
+    return Choice(selector.choose(inv, inv.kernel), (("", "chooser"),))
+
+
+def tunes_on_call(snapshot: Snapshot) -> bool:
+    """Whether calls under a snapshot are tuned when they are first made."""
+    selector, is_chain = _selector(snapshot)
+    return is_chain and selector.policy_under(snapshot).tune_on_call
+
+
+def _selector(snapshot: Snapshot) -> tuple[Any, bool]:
+    """Who chooses, and whether it knows of snapshots."""
+    selector = snapshot.selector if snapshot.selector is not None else default_selector()
+    return selector, isinstance(selector, ConfigSelectorChain)
+
+
 def heuristic(inv: Any, backend: str | None = None) -> Any:
     """The heuristic config of a call, for a back end if one is fixed."""
     return inv.kernel.variant("heuristic_cfg", backend, inv.platform)(inv)

@@ -21,7 +21,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..config.cache import generation
-from ..config.choice import choose, describe, tunes_on_call
+from ..config.choice import describe
+from ..config.selection import choose, tunes_on_call
 from ..errors import ConfigError, UnsupportedError
 from ..registry import record
 from ..utils.meta import label, scope_name
