@@ -170,7 +170,7 @@ class Run:
         step = result.wrap(train_step)  # only the step is keyed by the result, not what else is jitted here
         batches = self.corpus.batches(self.size.batch, self.size.context, self.seed)
         tokens, every, held_out, apart = self.size.batch * self.size.context, max(1, self.steps // 10), 0.0, 0.0
-        with bar() as progress, open(self.folder / "metrics.csv", "w", newline="") as file:
+        with bar() as progress, open(self.folder / "metrics.csv", "w", 1, newline="") as file:
             fields = ["step", "loss", "stock_loss", "held_out", "tokens_per_s", "memory_mib"]
             writer = csv.DictWriter(file, fields)
             writer.writeheader()

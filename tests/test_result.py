@@ -8,16 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_ops as ek
-from ejkernel_ops.kernels import LINEAR
 from ejkernel_ops.utils.meta import call_sites
 
 X, W = jnp.ones((12, 4)), jnp.ones((4, 4)) / 4
 DEVICE = ek.device_fingerprint()
-KEY = ek.Invocation(
-    LINEAR,
-    (X, W, None),
-    {"activation": None, "weight_layout": "io", "out_dtype": jnp.dtype("float32"), "precision": None},
-).call_key
+[KEY] = (text.split(":")[1] for text in ek.find_labels_in_lowered(jax.jit(lambda x: ek.linear(x, W)).lower(X)))
 
 
 def result(rows, op="linear@v1", key=KEY, **fields):
