@@ -8,6 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ejkernel_ops import AttentionConfig as AttentionConfig
+from ejkernel_ops import AutotuningResult as AutotuningResult
+from ejkernel_ops import BwdParams as BwdParams
+from ejkernel_ops import FwdParams as FwdParams
+from ejkernel_ops import LinearConfig as LinearConfig
+
 from .check import check as check
 from .explain import ExplainReport as ExplainReport
 from .explain import explain as explain
@@ -30,4 +36,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_FRAMEWORKS]
+    hidden = {"annotations", "importlib", "Any", "TYPE_CHECKING"}
+    return sorted({*globals(), *_FRAMEWORKS} - hidden)

@@ -28,6 +28,7 @@ class RuleBook:
     def __init__(self, rules: Rules | None):
         self.rules = dict(rules or {})
         self.used: set[str | type] = set()
+        self.taken: dict[str | type, str | type] = {}  # rule -> one before it that takes its layers
         for pattern, value in self.rules.items():
             if not isinstance(value, (bool, *CONFIGS)):
                 expected = ", ".join(c.__name__ for c in CONFIGS)
@@ -35,25 +36,24 @@ class RuleBook:
 
     def find(self, path: str, kinds: tuple[type, ...]) -> Any:
         """What the rules say of a module: a config, `True`, `False`, or `None` where none matches."""
-        for pattern, value in self.rules.items():
-            if issubclass_any(kinds, pattern) if isinstance(pattern, type) else matches(pattern, path):
-                self.used.add(pattern)
-                return value
-        return None
+        found = [p for p in self.rules if (_is_any(kinds, p) if isinstance(p, type) else matches(p, path))]
+        self.used.update(found[:1])
+        self.taken.update({pattern: found[0] for pattern in found[1:]})
+        return self.rules[found[0]] if found else None
 
     def refuse_unused(self, paths: list[str]) -> None:
         """Raises if a rule matched nothing."""
         unused = [p for p in self.rules if p not in self.used]
         if not unused:
             return
+        if (first := self.taken.get(unused[0])) is not None:
+            raise ConfigError(f"rule {unused[0]!r} has no effect: rule {first!r} before it takes all of its layers")
         near = difflib.get_close_matches(str(unused[0]), paths, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"paths: {', '.join(paths[:20]) or 'none'}"
-        raise ConfigError(
-            f"rule {unused[0]!r} matches no layer that can be replaced, or an earlier rule takes them; {hint}"
-        )
+        raise ConfigError(f"rule {unused[0]!r} matches no layer that can be replaced; {hint}")
 
 
-def issubclass_any(kinds: tuple[type, ...], wanted: type) -> bool:
+def _is_any(kinds: tuple[type, ...], wanted: type) -> bool:
     """Whether any of the types is, or derives from, the wanted one."""
     return any(issubclass(kind, wanted) for kind in kinds)
 

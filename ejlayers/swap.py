@@ -7,6 +7,7 @@ import weakref
 from typing import Any, TypeVar
 
 from ejkernel_ops import ConfigError
+from ejkernel_ops.config.schema import leaf_fields
 
 from .frameworks import adapter_of
 from .functional import CONFIGS
@@ -151,6 +152,13 @@ def _defaults(config: Any) -> dict[type, Any]:
     return {type(one): one for one in given}
 
 
+def _pins(module: Any) -> list[str]:
+    """What a module pins, as `field=value`."""
+    given = {} if module.config is None else dict(leaf_fields(module.config))
+    given |= {} if module.backend is None else {"backend": module.backend}
+    return [f"{name}={value}" for name, value in given.items() if value is not None]
+
+
 def report(model: Any) -> SwapReport:
     """What the layers of a model are: replaced, or skipped and why.
 
@@ -173,7 +181,7 @@ def report(model: Any) -> SwapReport:
     for path, module in adapter.modules(model):
         kind = type(module)
         if kind in adapter.OURS:
-            pins = [f"{name}={value}" for name in ("config", "backend") if (value := getattr(module, name)) is not None]
+            pins = _pins(module)
             rows.append(Row(path, kind.__name__, True, "pinned: " + ", ".join(pins) if pins else ""))
         elif kind in adapter.REPLACEMENTS:
             why = reasons.get(path) or adapter.REPLACEMENTS[kind].why_not(module) or "not swapped"

@@ -74,9 +74,11 @@ class _WholeStep:
     def pruned(self, result: AutotuningResult) -> AutotuningResult:
         """The result without the ops whose configs make the step slower, and with the step's times."""
         changed = sorted({e.op_id_v for e in result.entries if e.heuristic is not None and e.cfg != e.heuristic})
+        self.selector.emit("whole_step")
+        if not changed:  # the very same program
+            [base] = self.times([None])
+            return dataclasses.replace(result, step_ms=(base, base))
         base, full = self.times([None, result])
-        if not changed:
-            return dataclasses.replace(result, step_ms=(base, full))
         best, best_ms, dropped = result, full, []
         if full > base * (1 - _MIN_GAIN) and len(changed) > 1:  # it does not pay as a whole: look for the culprit
             options = [_without(result, op) for op in changed]

@@ -9,6 +9,7 @@ writes `runs/<name>/`: loss curve and tuning chart, the result as JSON, metrics 
 from __future__ import annotations
 
 import csv
+import itertools
 import statistics
 import sys
 import tempfile
@@ -27,7 +28,7 @@ class Refused(Exception):
 
 def main(
     size: Annotated[str, typer.Option(help="smoke, tiny, small or gpt2-small")] = "tiny",
-    name: Annotated[str, typer.Option(help="the run's folder is runs/NAME")] = "gpt",
+    name: Annotated[str | None, typer.Option(help="folder in runs, replaced if it exists; default a new one")] = None,
     steps: Annotated[int | None, typer.Option(help="steps of training; default that of the size")] = None,
     result: Annotated[Path | None, typer.Option(help="use a result that was saved before, do not tune")] = None,
     compare: Annotated[bool, typer.Option(help="train the stock model beside it")] = False,
@@ -45,9 +46,24 @@ def main(
         raise Refused(f"--dtype is {dtype!r}; expected one of {', '.join(sorted(_TYPES))}")
     if steps is not None and steps < 1:
         raise Refused(f"--steps is {steps}; expected at least 1")
-    if not name or set(name) & set("/\\\0") or name in (".", ".."):
+    if name is not None and (not name or set(name) & set("/\\\0") or name in (".", "..")):
         raise Refused(f"--name is {name!r}; expected a plain folder name")
-    Run(SIZES[size], dtype, steps or SIZES[size].steps, seed, compare, result, corpus, runs / name).go()
+    Run(
+        SIZES[size],
+        dtype,
+        steps or SIZES[size].steps,
+        seed,
+        compare,
+        result,
+        corpus,
+        runs / (name or _free_name(runs, size)),
+    ).go()
+
+
+def _free_name(runs: Path, size: str) -> str:
+    """A folder name that no run has yet: the size, then size-2, size-3, ..."""
+    names = (size if number == 1 else f"{size}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not (runs / name).exists())
 
 
 class Run:
@@ -87,14 +103,19 @@ class Run:
         replaced = sum(row.replaced for row in ejlayers.report(model[0]).rows)
         console.print(f"[bold]swapped[/]   {replaced} layers")
         result = self._tuned(model) if given is None else given
-        console.print(f"[bold]result[/]    for {self._covered(model, result)} kernels of the step")
-        console.print(str(result), markup=False, soft_wrap=True)
+        covered, calls = self._covered(model, result)
+        console.print(f"[bold]result[/]    has configs for {covered} of the {calls} kernels of this step")
+        if covered == 0 and calls > 0:
+            console.print("          [yellow]it is of another model or batch: heuristics are used[/]")
+        else:
+            console.print(str(result), markup=False, soft_wrap=True)
         stock_ms, tuned_ms = self._step_times(stock, model, result)
         gain = f"{stock_ms / tuned_ms:.2f}x"
         console.print(f"[bold]step[/]      stock {stock_ms:.1f} ms, swapped and tuned {tuned_ms:.1f} ms: {gain}")
         result.save(self.folder / "result.json")
         held_out = self._train(model, stock if self.compare else None, result)
         console.print(f"[bold]held out[/]  {held_out:.4f} nats per byte")
+        console.print("[bold]sample[/]    after 'def ':")
         with result:
             console.print(sample(model[0], b"def ", 240, self.size.context, self.seed), markup=False, style="dim")
         charts.loss_curve(self.folder / "loss.png", self.rows, held_out)
@@ -122,7 +143,7 @@ class Run:
         except OSError as error:
             raise Refused(f"--result: cannot read {self.result_file}: {error.strerror}") from None
 
-    def _covered(self, model: tuple[Any, Any], result: Any) -> str:
+    def _covered(self, model: tuple[Any, Any], result: Any) -> tuple[int, int]:
         """How many of the step's kernels the result has configs for: one of another size has none."""
         from gpt.model import train_step
 
@@ -131,7 +152,7 @@ class Run:
 
         labels = find_labels_in_lowered(train_step.lower(*model, self._batch()))
         known = {(key.op_id_v, key.call_key) for key in result.as_overlay()}
-        return f"{sum(split_label(label) in known for label in labels)} of the {len(labels)}"
+        return sum(split_label(label) in known for label in labels), len(labels)
 
     def _batch(self) -> Any:
         return next(self.corpus.batches(self.size.batch, self.size.context, self.seed + 1))

@@ -232,13 +232,15 @@ def test_rules_choose_by_path_and_type_and_the_first_wins():
     rules = {"blocks.*.up": config, "blocks.1.**": False, nnx.MultiHeadAttention: True, "head": False}
     m = ejlayers.swap(model(), rules=rules)
     found = {row.path: (row.replaced, row.note) for row in ejlayers.report(m).rows}
-    assert found["blocks.0.up"][1].startswith("pinned: config=LinearConfig")
+    assert found["blocks.0.up"][1] == "pinned: fwd.blocksize_m=4"
     assert found["blocks.1.up"][0]
     assert found["blocks.1.attention"] == (False, "a rule says so")
     assert found["head"] == (False, "a rule says so")
     assert found["blocks.0.attention"] == (True, "")
     with pytest.raises(ek.ConfigError, match=r"'blocks\.0\.upp' matches no layer.*did you mean 'blocks\.0\.up'"):
         ejlayers.swap(model(), rules={"blocks.0.upp": True})
+    with pytest.raises(ek.ConfigError, match=r"rule 'head' has no effect: rule '\*\*' before it"):
+        ejlayers.swap(model(), rules={"**": True, "head": False})
     with pytest.raises(ek.ConfigError, match="expected a AttentionConfig"):
         ejlayers.swap(model(), rules={"**.attention": config})
     with pytest.raises(ek.ConfigError, match="expected True, False or"):

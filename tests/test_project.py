@@ -58,8 +58,8 @@ def test_train_gpt_leaves_a_complete_run_and_takes_its_result_again(tmp_path):
         "examples/train_gpt.py", *options, "--name", "b", "--steps", "2", "--result", str(tmp_path / "a/result.json")
     )
     assert again.returncode == 0, again.stderr
-    assert "candidate" not in again.stdout
-    assert "for 8 of the 8 kernels" in again.stdout
+    assert "the heuristic (" not in again.stdout  # nothing was tuned
+    assert "has configs for 8 of the 8 kernels" in again.stdout
 
 
 @pytest.mark.parametrize(
@@ -97,3 +97,21 @@ def test_own_kernel_example_tunes_both_directions(monkeypatch):
     result = own_kernel.main()
     assert sorted(e.op_id_v for e in result.entries) == ["swiglu@v1", "swiglu_bwd@v1"]
     assert any("pallas needs" in t.reason for e in result.entries for t in e.trials)
+
+
+def test_unnamed_runs_get_folders_of_their_own(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import train_gpt
+
+    names = []
+    for _ in range(3):
+        names.append(train_gpt._free_name(tmp_path, "tiny"))
+        (tmp_path / names[-1]).mkdir()
+    assert names == ["tiny", "tiny-2", "tiny-3"]
+
+
+def test_docs_code_runs(tmp_path):
+    for page in ("own_kernel.md",):
+        code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL))
+        done = python("-c", code, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr

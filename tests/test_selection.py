@@ -286,7 +286,7 @@ def test_explicit_config_is_enough_for_a_kernel_without_a_heuristic():
     assert kernel(ONE, cfg=Optional()) == 3
     with policy_override(mode="pinned"):
         assert kernel(ONE, cfg=Optional(4)) == 4
-    with pytest.raises(ConfigError, match=r"test_bare@v1 defines no heuristic_cfg; pass cfg="):
+    with pytest.raises(ConfigError, match=r"test_bare@v1 defines no heuristic_cfg; define it, or pass a config"):
         kernel(ONE)
 
 

@@ -57,7 +57,7 @@ def combine(inv: Any, tiers: Iterable[tuple[str, Any]]) -> Choice:
             notes.append(reason)
     if cfg is None or not filled:
         missing = "no config" if cfg is None else f"{cfg} leaves fields open"
-        raise ConfigError(f"{missing} for {inv!r}: {'; '.join(notes) or 'no tier has one'}. Pass config=")
+        raise ConfigError(f"{missing} for {inv!r}: {'; '.join(notes) or 'no tier has one'}. Pass a config to the call")
     _refuse_unread(inv, cfg)
     return Choice(cfg, tuple(sorted(sources.items())), tuple(notes))
 

@@ -179,7 +179,8 @@ class ConfigSelectorChain:
 
 def _refuse(inv: Any, backend: str | None) -> Any:
     raise ConfigError(
-        f"policy is pinned, and {inv!r} has no config (key {inv.call_key}): enter a result that has it, or pass config="
+        f"policy is pinned, and {inv!r} has no config (key {inv.call_key}): enter a result that has it, or pass a "
+        "config to the call"
     )
 
 

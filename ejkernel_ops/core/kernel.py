@@ -45,6 +45,7 @@ class Kernel(Generic[Cfg, Out]):
         op_id: another spelling of `name`.
 
     Attributes:
+        version: text such as `"2"`.
         config_cls: the type of its configs; default the first parameter of `Kernel[Config, Out]`.
         backward: the kernel that computes gradients. Its `run` gets the operands, all outputs, the
             cotangents of all outputs, the keyword arguments, and `needs`, which has the structure of
@@ -83,8 +84,7 @@ class Kernel(Generic[Cfg, Out]):
         if name is not None and op_id is not None and name != op_id:
             raise ConfigError(f"name is {name!r} and op_id is {op_id!r}: two spellings of one thing; give one")
         self.op_id = name or op_id or type(self).name or type(self).__name__
-        if version is not None:
-            self.version = str(version)
+        self.version = str(self.version if version is None else version)
         if not _NAME.fullmatch(self.op_id) or self.op_id.strip(".") == "":
             raise ConfigError(f"name is {self.op_id!r}; expected 1 to 64 of the characters A-Z a-z 0-9 _ . -")
         if not _VERSION.fullmatch(self.version):
@@ -119,7 +119,7 @@ class Kernel(Generic[Cfg, Out]):
 
     def heuristic_cfg(self, inv: Invocation) -> Any:
         """A config that is legal for every call, chosen from its shapes without measuring."""
-        raise ConfigError(f"{self.op_id_v} defines no heuristic_cfg; pass cfg=")
+        raise ConfigError(f"{self.op_id_v} defines no heuristic_cfg; define it, or pass a config to the call")
 
     def candidate_cfgs(self, inv: Invocation) -> Iterable[Any]:
         """The configs that tuning tries."""
@@ -172,7 +172,7 @@ class Kernel(Generic[Cfg, Out]):
         if backend not in BACKENDS:
             return f"unknown back end {backend!r}; known: {', '.join(BACKENDS)}"
         if backend not in self.backends:
-            return f"{self.op_id} has no {backend} version; it has {', '.join(self.backends) or 'only run'}"
+            return f"{self.op_id} has no {backend} version; it has {', '.join(self.backends) or 'run alone'}"
         if platform_kind(inv.platform) not in _WHERE[backend]:
             return f"{backend} needs a {' or '.join(_WHERE[backend])}, this is a {platform_kind(inv.platform)}"
         return self.unsupported(inv, backend)

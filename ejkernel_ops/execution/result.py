@@ -264,7 +264,11 @@ class AutotuningResult(Reentrant):
         return "\n".join([table, *self._footer()])
 
     def _footer(self) -> Iterable[str]:
-        if self.step_ms is not None:
+        if not self.entries and not self.skipped:
+            yield "no kernels in this program: ejlayers.swap(model) puts them into a model"
+        if self.step_ms is not None and self.step_ms[0] == self.step_ms[1]:
+            yield f"whole step: {self.step_ms[0]:.1f} ms; no config that was tried is better than the heuristics"
+        elif self.step_ms is not None:
             before, after = self.step_ms
             yield f"whole step: {before:.1f} ms with heuristics, {after:.1f} ms with it ({before / after:.2f}x)"
         for label, reason in self.skipped:

@@ -8,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 from ejkernel_ops import AutotuningResult
 
@@ -24,7 +25,9 @@ def loss_curve(file: Path, rows: list[dict], final: float) -> None:
     axes.plot(steps, [row["loss"] for row in rows], color=_GREY, linewidth=1, label="training")
     held_out = [(row["step"], row["held_out"]) for row in rows if row["held_out"] != ""]
     axes.plot(*zip(*held_out), color=_BLUE, marker="o", label=f"held out (last {final:.3f})")
-    axes.set(xlabel="step", ylabel="nats per byte", title="loss")
+    low, high = min(row["loss"] for row in rows), sorted(row["loss"] for row in rows)[int(len(rows) * 0.98)]
+    axes.set(xlabel="step", ylabel="nats per byte", title="loss", ylim=(0.95 * low, 1.05 * high))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(file, dpi=120)
@@ -36,14 +39,16 @@ def tuning_chart(file: Path, result: AutotuningResult) -> None:
     entries = [e for e in result.entries if e.heuristic_ms and e.ms]
     entries.sort(key=lambda e: e.heuristic_ms * e.executions)
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.5 * max(len(entries), 1)), layout="constrained")
-    names = [f"{e.op_id_v}\n{e.shapes.split(' ')[0]} x{e.executions}" for e in entries]
+    names = [f"{e.op_id_v}, {e.executions} a step\n{e.shapes.removesuffix(' ...')}" for e in entries]
     places = range(len(entries))
     axes.barh([p + 0.2 for p in places], [e.heuristic_ms for e in entries], 0.38, color=_GREY, label="heuristic")
     axes.barh([p - 0.2 for p in places], [e.ms for e in entries], 0.38, color=_BLUE, label="chosen")
     for place, e in zip(places, entries):
         axes.text(e.ms, place - 0.2, f" {e.gain:.2f}x", va="center", fontsize=8)
     axes.set_yticks(list(places), names, fontsize=7)
-    axes.set(xlabel="milliseconds a call", title=f"tuned for {result.device}")
+    step = "" if result.step_ms is None else ", whole step {:.1f} to {:.1f} ms".format(*result.step_ms)
+    axes.set(xlabel="milliseconds a call", title=f"kernels of the step on {result.device}{step}")
+    axes.margins(x=0.12)
     if entries:
         axes.legend(loc="lower right")
     figure.savefig(file, dpi=120)

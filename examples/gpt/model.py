@@ -109,4 +109,5 @@ def sample(model: GPT, prompt: bytes, count: int, context: int, seed: int = 0) -
         seen = text[-context:]
         padded = jnp.array([seen + [0] * (context - len(seen))], jnp.int32)
         text.append(int(next_byte(model, padded, jnp.int32(len(seen)), jax.random.fold_in(rng, index))))
-    return bytes(text).decode("utf-8", errors="replace")
+    shown = bytes(text).decode("utf-8", errors="replace").expandtabs(4)
+    return "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in shown)
