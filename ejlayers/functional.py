@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ejkernel_ops import AttentionConfig, LinearConfig, flash_attention, linear
+from ejkernel_ops import AttentionConfig, LinearConfig, flash_attention
 from ejkernel_ops.core.snapshot import entered
 
 CONFIGS = (AttentionConfig, LinearConfig)
@@ -70,27 +70,3 @@ def _one_batch_axis(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     if math.prod(lead) == 1:
         return x.reshape(1, *x.shape[-3:]) if x.ndim >= 3 else x
     return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(math.prod(batch), *x.shape[-3:])
-
-
-def project(
-    x: Float[Array, "*rows in_features"],
-    kernel: Float[Array, "in_features out_features"],
-    bias: Float[Array, "out_features"] | None = None,  # noqa: F821
-    **options: Any,
-) -> Float[Array, "*rows out_features"]:
-    """`linear`, under the name that the layers use.
-
-    Args:
-        x: `(..., in_features)`.
-        kernel: `(in_features, out_features)`.
-        bias: `(out_features,)`.
-        **options: those of `linear`.
-
-    Returns:
-        `(..., out_features)`.
-
-    Example:
-        >>> project(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
-        (2, 4)
-    """
-    return linear(x, kernel, bias, **options)

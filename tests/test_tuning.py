@@ -3,11 +3,14 @@
 import fakes
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from fakes import FAKE, WRONG, FakeConfig
 
 import ejkernel_ops as ek
+from ejkernel_ops.execution.check import Reference, compiled
 from ejkernel_ops.kernels import LINEAR
+from ejkernel_ops.registry import find_call
 
 SLOW = FakeConfig(ms=15.0)  # far from the rest: other processes may be busy
 X = jnp.linspace(-2.0, 2.0, 21).reshape(7, 3)
@@ -46,6 +49,26 @@ def test_fast_but_wrong_candidate_never_wins(candidates, kind):
     [wrong] = [t for t in tuned.trials if t.status == "wrong"]
     assert wrong.cfg.kind == kind
     assert "output 0" in wrong.reason
+
+
+def test_bfloat16_results_may_round_the_other_way_but_not_be_wrong():
+    like = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 32), (32, 16))]
+    jax.jit(ek.linear).lower(*like)
+    [inv] = [i for i in map(find_call, recorded("linear@v1")) if [x.shape for x in i.operands] == [(64, 32), (32, 16)]]
+    inputs = LINEAR.make_inputs(inv, np.random.default_rng(0))
+    reference = Reference(inv, inputs)
+    [out] = compiled(inv, LINEAR.heuristic_cfg(inv), inputs)()
+    assert reference.exact[0].dtype == np.float32
+    assert np.abs(reference.plain[0] - reference.exact[0]).max() > 0  # the reference is not rounded itself
+    exact, right = reference.exact[0], np.asarray(out.astype(jnp.float32))
+    other = np.where(right > exact, right - 2.0 ** (np.floor(np.log2(np.abs(right))) - 7), right)  # the neighbour below
+    close = np.abs(other - exact) < 1.2 * np.abs(right - exact)
+    assert reference.fault([jnp.asarray(np.where(close, other, right)).astype(jnp.bfloat16)]) is None
+    assert reference.fault([(out * 1.03).astype(jnp.bfloat16)]) is not None
+
+
+def recorded(op_id_v):
+    return [ek.Key(ek.device_fingerprint(), op_id_v, key) for key in ek.get_invocations()[op_id_v]]
 
 
 def test_failures_are_reasons_and_do_not_stop_the_others(candidates):

@@ -36,10 +36,15 @@ def compiled(inv: Invocation, cfg: Any, inputs: Sequence[Any]) -> Callable[[], l
 
 
 def _widened(call: Call) -> Call:
-    """The call with exact products, where it has such an argument."""
-    if "precision" not in call.names:
-        return call
-    values = dict(zip(call.names, jax.tree.unflatten(call.treedef, call.leaves))) | {"precision": "highest"}
+    """The call with exact products and no result of fewer bits than float32: a rounded reference knows no rounding."""
+
+    def wide(leaf: Any) -> Any:
+        small = isinstance(leaf, np.dtype) and jnp.issubdtype(leaf, jnp.floating) and jnp.finfo(leaf).bits < 32
+        return np.dtype(np.float32) if small else leaf
+
+    values = dict(zip(call.names, jax.tree.unflatten(call.treedef, list(map(wide, call.leaves)))))
+    if "precision" in values:
+        values["precision"] = "highest"
     leaves, treedef = jax.tree.flatten(tuple(values.values()))
     return dataclasses.replace(call, leaves=tuple(leaves), treedef=treedef)
 

@@ -8,9 +8,9 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
-from ejkernel_ops import LinearConfig
+from ejkernel_ops import LinearConfig, linear
 
-from ..functional import at_path, project
+from ..functional import at_path
 
 
 class Linear(nnx.Linear):
@@ -47,7 +47,7 @@ class Linear(nnx.Linear):
         bias = self.bias[...] if self.bias is not None else None
         inputs, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         with at_path(self.kernel_path):
-            return project(
+            return linear(
                 inputs, kernel, bias, preferred_element_type=self.preferred_element_type, precision=self.precision,
                 config=self.config, backend=self.backend,
             )  # fmt: skip
