@@ -12,6 +12,7 @@ from .config.selection import ConfigChooser as ConfigChooser
 from .config.selection import ConfigSelectorChain as ConfigSelectorChain
 from .config.selection import default_selector as default_selector
 from .config.selection import set_default_selector as set_default_selector
+from .config.sharded_key import default_key_builder_with_sharding as default_key_builder_with_sharding
 from .core import Cfg as Cfg
 from .core import Invocation as Invocation
 from .core import Kernel as Kernel
@@ -22,6 +23,8 @@ from .errors import EjkernelError as EjkernelError
 from .errors import LabelError as LabelError
 from .errors import TuningError as TuningError
 from .errors import UnsupportedError as UnsupportedError
+from .execution.batch import pmap_with_config as pmap_with_config
+from .execution.batch import vmap_with_config as vmap_with_config
 from .execution.executor import Executor as Executor
 from .execution.executor import default_executor as default_executor
 from .execution.measure import benchmark as benchmark
@@ -29,8 +32,8 @@ from .execution.offline import autotune_lowered as autotune_lowered
 from .execution.offline import autotune_recorded as autotune_recorded
 from .execution.result import AutotuningResult as AutotuningResult
 from .execution.result import Entry as Entry
+from .execution.trial import Trial as Trial
 from .execution.tuning import Autotuner as Autotuner
-from .execution.tuning import Trial as Trial
 from .execution.tuning import autotune as autotune
 from .kernels import AttentionConfig as AttentionConfig
 from .kernels import LinearConfig as LinearConfig
@@ -40,16 +43,18 @@ from .params import BwdParams as BwdParams
 from .params import FwdParams as FwdParams
 from .registry import clear_invocations as clear_invocations
 from .registry import get_invocations as get_invocations
+from .registry import load_invocations as load_invocations
 from .registry import record_invocation as record_invocation
+from .registry import save_invocations as save_invocations
 from .utils.fingerprint import abstractify as abstractify
 from .utils.fingerprint import device_fingerprint as device_fingerprint
 from .utils.fingerprint import device_kind as device_kind
 from .utils.fingerprint import get_device_platform as get_device_platform
 from .utils.fingerprint import sharding_fingerprint as sharding_fingerprint
-from .utils.fingerprint import stable_json as stable_json
 from .utils.meta import LABEL_PREFIXES as LABEL_PREFIXES
 from .utils.meta import LABEL_RE as LABEL_RE
 from .utils.meta import extract_labels_from_hlo_text as extract_labels_from_hlo_text
 from .utils.meta import find_labels_in_lowered as find_labels_in_lowered
 from .utils.meta import label as label
 from .utils.meta import labels_to_configs as labels_to_configs
+from .utils.values import stable_json as stable_json

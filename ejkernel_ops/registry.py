@@ -1,31 +1,35 @@
-"""Which abstract calls were lowered in this process: what labels are looked up in."""
+"""Which abstract calls were lowered in this process: what labels are looked up in; and moved between processes."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import json
 import os
 import threading
+import warnings
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
+import jax
+
 from .config.cache import Key
+from .config.schema import parse_json
+from .core.call import make_call
 from .core.invocation import Invocation
+from .core.kernel import find_kernel
 from .core.snapshot import Snapshot
-from .errors import ConfigError
+from .environment import recording
+from .errors import CacheFormatError, ConfigError
 from .utils.fingerprint import device_fingerprint
+from .utils.values import value_form, value_of
 
 _LIMIT = 4096
+_FORMAT, _SCHEMA = "ejkernel_ops.invocations", 1
 _calls: OrderedDict[Key, Invocation] = OrderedDict()  # never emptied: JAX does not lower a call twice
 _hidden: set[Key] = set()
 _lock = threading.Lock()
-
-
-def recording() -> bool:
-    """Whether lowered calls are recorded."""
-    value = os.environ.get("EJKERNEL_OPS_RECORD", "1")
-    if value not in ("0", "1", ""):
-        raise ConfigError(f"EJKERNEL_OPS_RECORD is {value!r}; expected 0 or 1")
-    return value != "0"
 
 
 def record(inv: Invocation) -> None:
@@ -110,3 +114,127 @@ def clear_invocations() -> None:
     """
     with _lock:
         _hidden.update(_calls)
+
+
+# Between processes
+
+
+def save_invocations(path: str | os.PathLike, device: str | None = None) -> None:
+    """Writes the recorded calls of a device as JSON: shapes, dtypes and static values, no arrays.
+
+    Calls with static arguments that cannot be read back, such as functions, are left out with a warning.
+
+    Args:
+        path: the file; it is replaced as a whole.
+        device: device fingerprint; default that of the default device.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+
+    Example:
+        >>> import tempfile, os
+        >>> save_invocations(os.path.join(tempfile.mkdtemp(), "calls.json"))
+    """
+    path, device = Path(path), device or device_fingerprint()
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot save to {path}: the folder {path.parent} does not exist")
+    with _lock:
+        found = [(key, inv) for key, inv in _calls.items() if key.device == device and key not in _hidden]
+    calls = []
+    for key, inv in found:
+        try:
+            plain = _to_plain(key, inv)
+            _from_plain(plain)
+        except (ConfigError, CacheFormatError) as error:
+            warnings.warn(f"{key.op_id_v}:{key.call_key} is not saved: {error}", stacklevel=2)
+        else:
+            calls.append(plain)
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        part.write_text(json.dumps({"format": _FORMAT, "schema": _SCHEMA, "calls": calls}, indent=1), encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_invocations(path: str | os.PathLike, *, device: str | None = None) -> None:
+    """Records the calls of a file that `save_invocations` wrote, so that `autotune_recorded` can tune them.
+
+    Nothing of the file is run and nothing is imported: the kernels must have been made in this process.
+
+    Args:
+        path: the file.
+        device: device fingerprint to record them under, such as `device_fingerprint()` for calls that were saved on
+            another machine; default the saved one.
+
+    Raises:
+        CacheFormatError: not such a file, damaged, or a call that has another key here; nothing is recorded then.
+        ConfigError: a kernel that is not known in this process; nothing is recorded then.
+
+    Example:
+        >>> import tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "calls.json")
+        >>> save_invocations(path); load_invocations(path)
+    """
+    try:
+        body = parse_json(Path(path).read_bytes())
+        if not isinstance(body, dict) or body.get("format") != _FORMAT:
+            raise CacheFormatError("not saved invocations: the field 'format' is missing or another")
+        if body.get("schema") != _SCHEMA:
+            raise CacheFormatError(f"schema is {body.get('schema')!r}; this version reads {_SCHEMA}")
+        calls = [_from_plain(plain) for plain in body["calls"]]
+    except CacheFormatError as error:
+        raise CacheFormatError(f"{path}: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise CacheFormatError(f"{path}: damaged: {type(error).__name__}: {error}") from None
+    for key, inv in calls:
+        if device is not None:
+            key, inv.platform = key._replace(device=device), None
+        _keep(key, inv)
+
+
+def _to_plain(key: Key, inv: Invocation) -> dict[str, Any]:
+    call = inv.call
+    return {
+        "device": key.device,
+        "op": key.op_id_v,
+        "key": key.call_key,
+        "platform": inv.platform,
+        "arguments": [[name, value_form(value, f"argument {name!r}")] for name, value in inv.arguments.items()],
+        "needs": value_form(inv.needs, "needs") if call is None or call.needs is None else list(call.needs),
+        "forward": None if call is None or call.forward is None else call.forward.kernel.op_id_v,
+        "residuals": inv.residuals,
+    }
+
+
+def _from_plain(data: dict[str, Any]) -> tuple[Key, Invocation]:
+    key, platform = Key(str(data["device"]), str(data["op"]), str(data["key"])), data["platform"]
+    kernel = find_kernel(key.op_id_v)
+    values = {str(name): value_of(form) for name, form in data["arguments"]}
+    if list(values) != list(kernel.signature.parameters):
+        raise CacheFormatError(f"{key.op_id_v} has the parameters {kernel.signature}, the file has {list(values)}")
+    bound = inspect.BoundArguments(kernel.signature, values)  # type: ignore[arg-type]
+    more: dict[str, Any] = {"residuals": bool(data["residuals"])}
+    if data["forward"] is None:
+        inv = Invocation(kernel, bound.args, bound.kwargs, needs=value_of(data["needs"]), platform=platform, **more)
+    else:
+        more |= _forward_of(find_kernel(str(data["forward"])), bound, tuple(map(bool, data["needs"])))
+        call, operands = make_call(kernel, bound.args, bound.kwargs, **more)
+        inv = call.invocation(operands, platform)
+    if inv.call_key != key.call_key:
+        raise CacheFormatError(
+            f"the call {key.op_id_v}:{key.call_key} has another key here, {inv.call_key}: the kernel differs"
+        )
+    return key, inv
+
+
+def _forward_of(kernel: Any, bound: inspect.BoundArguments, needs: tuple[bool, ...]) -> dict[str, Any]:
+    """What a backward call knows of the call that it differentiates."""
+    named = [p for p in kernel.signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    args = bound.args[: len(named)]
+    forward, operands = make_call(kernel, args, bound.kwargs, residuals=kernel.defines("fwd_with_residuals"))
+    if len(operands) != len(needs):
+        raise CacheFormatError(f"needs has {len(needs)} entries for {len(operands)} arrays of {kernel.op_id_v}")
+    return {"forward": forward, "needs": needs, "kinds": (None,) * len(jax.tree.leaves((bound.args, bound.kwargs)))}

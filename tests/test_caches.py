@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import os
+import sys
 import threading
 import warnings
 
@@ -95,8 +96,10 @@ DAMAGE = {
     "empty": lambda file, text: file.write_text(""),
     "garbage": lambda file, text: file.write_bytes(bytes(range(256))),
     "one digit": lambda file, text: file.write_text(text.replace("32", "33")),
-    "other schema": lambda file, text: file.write_text(text.replace('"schema": 1', '"schema": 2')),
-    "no checksum": lambda file, text: file.write_text('{"schema": 1, "key": "key", "config": 32}'),
+    "other schema": lambda file, text: file.write_text(text.replace('"schema": 2', '"schema": 3')),
+    "no checksum": lambda file, text: file.write_text(
+        '{"schema": 2, "key": "key", "type": "builtins:int", "config": 32}'
+    ),
     "a list": lambda file, text: file.write_text("[1, 2]"),
     "deep": lambda file, text: file.write_text("[" * 200_000),
     "huge": lambda file, text: file.write_text(text + " " * (1 << 20)),
@@ -134,8 +137,20 @@ def test_entry_of_another_key_or_type_is_a_miss(tmp_path):
         assert cache.get("other") is None
     with pytest.warns(UserWarning, match="not a str"):
         assert PersistentCache(tmp_path, cfg_type=str).get("key") is None
-    with pytest.warns(UserWarning, match="the config type of 'key' is not known"):
+    file.write_text(text.replace("builtins:int", "unheard.of:Config"))
+    with pytest.warns(UserWarning, match="checksum does not match"):
         assert PersistentCache(tmp_path).get("key") is None
+
+
+def test_any_key_keeps_the_type_of_its_config_where_it_is_imported(tmp_path, monkeypatch):
+    for number, cfg in enumerate([7, "text", [1, 2], {"a": 1}, FwdParams(num_warps=4), LinearConfig(backend="xla")]):
+        PersistentCache(tmp_path).put(("any key", number), cfg)
+        found = PersistentCache(tmp_path).get(("any key", number))
+        assert (found, type(found)) == (cfg, type(cfg))
+    monkeypatch.delitem(sys.modules, "ejkernel_ops.params")
+    with pytest.warns(UserWarning, match=r"type 'ejkernel_ops.params:FwdParams' is not imported here"):
+        assert PersistentCache(tmp_path).get(("any key", 4)) is None
+    assert "ejkernel_ops.params" not in sys.modules
 
 
 def test_entry_with_an_unknown_field_or_an_illegal_value_is_a_miss(tmp_path):

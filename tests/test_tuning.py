@@ -243,14 +243,6 @@ def test_pinned_call_is_skipped_and_a_compiled_program_refused():
         ek.autotune_lowered(selector(), lowered.compile())
 
 
-def test_gradient_methods_that_would_not_be_called_are_refused():
-    with pytest.raises(ek.UnsupportedError, match="set it as `backward`"):
-
-        class Old(ek.Kernel):
-            def vjp(self, *args):
-                pass
-
-
 def test_forged_label_is_skipped_with_a_reason():
     mark = '{mhlo.frontend_attributes = {ejkernel_call = "ejkernel_ops#a@v1:0123456789abcdef"}}'
     text = f"func.func public @main() {{\n %0 = x {mark}\n}}"

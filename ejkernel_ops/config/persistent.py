@@ -12,22 +12,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from ..core.kernel import KERNELS
+from ..environment import cache_dir
 from ..errors import CacheFormatError, ConfigError, EjkernelError
-from ..utils.fingerprint import stable_json
+from ..utils.values import imported_dataclass, stable_json
 from .cache import Key, count_write, split_key
 from .schema import from_plain, parse_json, to_json
 
-_SCHEMA = 1
+_SCHEMA = 2
 _MAX_BYTES = 1 << 20
-
-
-def default_cache_dir() -> Path:
-    """`EJKERNEL_CACHE_DIR`, else the platform's cache folder for this package."""
-    given = os.environ.get("EJKERNEL_CACHE_DIR")
-    return Path(given).expanduser() if given else Path(platformdirs.user_cache_dir("ejkernel_ops")) / "configs"
+_PLAIN = {f"builtins:{kind.__name__}": kind for kind in (bool, int, float, str, list, tuple, dict)}
 
 
 class PersistentCache:
@@ -39,7 +33,8 @@ class PersistentCache:
     Args:
         path: folder; default `EJKERNEL_CACHE_DIR`, else the platform's cache folder. It is made when
             something is first written.
-        cfg_type: type of the configs under keys that name no kernel of this process.
+        cfg_type: type of the configs under keys that name no kernel of this process; default the type that was
+            put, if it is a plain one or its module is imported here.
 
     Example:
         >>> import tempfile
@@ -58,7 +53,7 @@ class PersistentCache:
     @property
     def path(self) -> Path:
         """The folder."""
-        return default_cache_dir() if self._path is None else Path(self._path).expanduser()
+        return cache_dir() if self._path is None else Path(self._path).expanduser()
 
     def get(self, key: Any, op_id_v: str | None = None, call_key: str | None = None) -> Any:
         """The config under a key, or `None`: `get(key)` or `get(device, op_id_v, call_key)`.
@@ -89,7 +84,8 @@ class PersistentCache:
         if cfg is None:
             raise ConfigError("cfg is None; expected a config: None means that there is none")
         file, text = self._file(split_key(key, tuple(others)))
-        body = {"schema": _SCHEMA, "key": json.loads(text), "config": json.loads(to_json(cfg))}
+        kind = f"{type(cfg).__module__}:{type(cfg).__qualname__}"
+        body = {"schema": _SCHEMA, "key": json.loads(text), "type": kind, "config": json.loads(to_json(cfg))}
         body["sha256"] = _checksum(body)
         try:
             self._write(file, json.dumps(body, sort_keys=True, indent=1))
@@ -121,7 +117,7 @@ class PersistentCache:
         if len(raw) > _MAX_BYTES:
             raise CacheFormatError("larger than 1 MiB")
         body = parse_json(raw.decode())
-        if not isinstance(body, dict) or set(body) != {"schema", "key", "config", "sha256"}:
+        if not isinstance(body, dict) or set(body) != {"schema", "key", "type", "config", "sha256"}:
             raise CacheFormatError("not a cache entry")
         if body["schema"] != _SCHEMA:
             raise CacheFormatError(f"schema {body['schema']!r}; this version reads {_SCHEMA}")
@@ -129,13 +125,17 @@ class PersistentCache:
             raise CacheFormatError("checksum does not match: the file is damaged")
         if body["key"] != json.loads(text):
             raise CacheFormatError("holds another key")
-        return from_plain(body["config"], self._type_of(key))
+        return from_plain(body["config"], self._type_of(key, str(body["type"])))
 
-    def _type_of(self, key: Any) -> type:
+    def _type_of(self, key: Any, stored: str) -> type:
         kernel = KERNELS.get(key.op_id_v) if isinstance(key, Key) else None
         found = kernel.config_cls if kernel is not None and kernel.config_cls is not None else self.cfg_type
         if found is None:
-            raise CacheFormatError(f"the config type of {key!r} is not known: pass cfg_type=, or import the kernel")
+            found = _PLAIN.get(stored) or imported_dataclass(stored)
+        if found is None:
+            raise CacheFormatError(
+                f"the config type {stored!r} is not imported here: import its module, or pass cfg_type="
+            )
         return found
 
     def _write(self, file: Path, text: str) -> None:

@@ -13,7 +13,7 @@ import jax
 from ..core.snapshot import Snapshot, current, next_uid
 from ..errors import ConfigError
 from ..execution.measure import inside_trace
-from ..utils.fingerprint import stable_json
+from ..utils.values import stable_json
 from .cache import ConfigCache, Key, count_write, generation
 from .choice import Choice, combine
 from .persistent import PersistentCache

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..errors import ConfigError
-from ..utils.fingerprint import is_array, stable_json
+from ..utils.fingerprint import is_array
+from ..utils.values import stable_json
 from .invocation import Invocation, bind_arguments, static_text
 from .kernel import Kernel, row_kinds
 from .snapshot import Snapshot
@@ -41,6 +43,7 @@ class Call:
         explicit: explicit configs as `(op_id, config)` pairs, of either direction.
         snapshot: what the choice depends on besides.
         generation: count of cache writes when the call was made.
+        residuals: whether the output is a pair of the kernel's output and what its gradient needs.
         forward: for a backward call, the call that it differentiates.
         needs: for a backward call, which of the forward's arrays want a gradient.
     """
@@ -54,6 +57,7 @@ class Call:
     snapshot: Snapshot
     generation: int
     text: str
+    residuals: bool = False
     forward: Call | None = None
     needs: tuple[bool, ...] | None = None
 
@@ -62,7 +66,7 @@ class Call:
         explicit = stable_json(self.explicit, where="config") if self.explicit else ""  # 1, 1.0 and True differ
         return (
             type(self.kernel), self.kernel.op_id_v, self.kernel.state(), self.text, self.treedef, self.kinds, explicit,
-            self.snapshot, self.generation, self.needs, self.forward,
+            self.snapshot, self.generation, self.residuals, self.needs, self.forward,
         )  # fmt: skip
 
     @functools.cached_property
@@ -82,10 +86,16 @@ class Call:
 
     def arguments(self, operands: Sequence[Any]) -> inspect.BoundArguments:
         """The arguments of the call with these arrays in their places."""
-        arrays = iter(operands)
+        # JAX hands scalar constants to derivatives as Python numbers, which would look static.
+        arrays = iter([jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x for x in operands])
         leaves = [next(arrays) if leaf is ARRAY else leaf for leaf in self.leaves]
         values = jax.tree.unflatten(self.treedef, leaves)
         return inspect.BoundArguments(self.kernel.signature, dict(zip(self.names, values)))  # type: ignore[arg-type]
+
+    def method(self, cfg: Any, platform: str | None) -> Any:
+        """The method of the kernel that computes the output with a config."""
+        name = "fwd_with_residuals" if self.residuals else "run"
+        return self.kernel.variant(name, getattr(cfg, "backend", None), platform)
 
     @functools.cached_property
     def needs_tree(self) -> Any:
@@ -101,7 +111,9 @@ class Call:
     def invocation(self, operands: Sequence[Any], platform: str | None = None) -> Invocation:
         """The abstract call, local shapes in place of arrays."""
         bound = self.arguments([_local(x) for x in operands])
-        inv = Invocation(self.kernel, bound.args, bound.kwargs, needs=self.needs_tree, platform=platform)
+        inv = Invocation(
+            self.kernel, bound.args, bound.kwargs, needs=self.needs_tree, residuals=self.residuals, platform=platform
+        )
         inv.override_cfg = dict(self.explicit).get(self.kernel.op_id)
         inv.call = self
         return inv
@@ -143,7 +155,13 @@ def explicit_pairs(kernel: Kernel, cfg: Any) -> tuple:
 
 
 def make_call(
-    kernel: Kernel, args: tuple, kwargs: dict, explicit: tuple, snapshot: Snapshot, generation: int, **backward: Any
+    kernel: Kernel,
+    args: tuple,
+    kwargs: dict,
+    explicit: tuple = (),
+    snapshot: Snapshot | None = None,
+    generation: int = 0,
+    **more: Any,
 ) -> tuple[Call, list[Any]]:
     """Splits a call into its static part and its arrays.
 
@@ -158,7 +176,7 @@ def make_call(
     text = stable_json([[n, static_text(kernel, n, _without_arrays(v))] for n, v in zip(names, values)])
     call = Call(
         kernel, names, treedef, tuple(ARRAY if is_array(x) else x for x in leaves),
-        backward.pop("kinds", None) or _kinds(kernel, bound), explicit, snapshot, generation, text, **backward,
+        more.pop("kinds", None) or _kinds(kernel, bound), explicit, snapshot or Snapshot(), generation, text, **more,
     )  # fmt: skip
     return call, operands
 
@@ -203,6 +221,15 @@ def flatten_gradients(call: Call, gradients: Any) -> list[Any]:
             f"{call.kernel.op_id_v} returned {len(given)} gradients; expected one for each of the "
             f"{len(bound.args)} positional arguments of {forward.kernel.op_id} (None where there is none)"
         )
+    wanted = [
+        name for name, place in bound.kwargs.items()
+        if name not in by_name and any(call.needs[i] for i in jax.tree.leaves(place))
+    ]  # fmt: skip
+    if wanted:
+        raise ConfigError(
+            f"{call.kernel.op_id_v} returned no gradient for {wanted}, keyword arguments of {forward.kernel.op_id} "
+            f"that want one; return it in a dict after the others, {{{wanted[0]!r}: gradient}} (None: none)"
+        )
     found: dict[int, Any] = {}
 
     def keep(gradient, place):
@@ -244,12 +271,15 @@ def backward_call(
 ) -> tuple[Call, list[Any]]:
     """The call of the backward kernel: operands, outputs, cotangents; keyword arguments as the forward's.
 
+    With residuals, `outputs` is the pair of output and residuals, and both directions keep its structure.
     `kinds` are the row kinds of the output arrays and of the cotangent arrays.
     """
     kernel, bound = call.kernel.backward, call.arguments(operands)
     assert kernel is not None
     outs = outputs if isinstance(outputs, tuple) else (outputs,)
     cts = cotangents if isinstance(cotangents, tuple) else (cotangents,)
+    if call.residuals:
+        cts = cts[:1]  # a gradient method takes none of residuals
     split = sum(is_array(x) for x in jax.tree.leaves(bound.args))  # keyword arrays come last
     kinds = (*call.kinds[:split], *kinds, *call.kinds[split:])
     return make_call(

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from ..utils.fingerprint import abstractify, device_fingerprint, is_array, short_hash, stable_json
+from ..utils.fingerprint import abstractify, device_fingerprint, device_of, is_array
+from ..utils.values import short_hash, stable_json
 from .kernel import Kernel
 
 
@@ -35,10 +36,12 @@ class Invocation:
         args: positional arguments; arrays become `ShapeDtypeStruct`s.
         kwargs: keyword arguments; likewise.
         metadata: anything that the caller wants to keep beside it; not part of the key.
-        needs: for a backward kernel, which gradients are asked for.
+        needs: for a backward kernel, which gradients are asked for: a bool in place of each array of the
+            forward's positional arguments.
+        residuals: whether the call also returns what its gradient needs.
         override_cfg: the explicit config of the call.
         batch_axes: axes of a batching that the kernel does not fold; part of the key.
-        platform: JAX platform name that the call was lowered for; `None` is the default.
+        platform: JAX platform name that the call was lowered for; `None`: where its arrays are, else the default.
 
     Raises:
         ConfigError: a static argument has no value-based form.
@@ -63,16 +66,19 @@ class Invocation:
         metadata: dict | None = None,
         *,
         needs: Any = None,
+        residuals: bool = False,
         override_cfg: Any = None,
         batch_axes: Any = None,
         platform: str | None = None,
     ):
         bound = bind_arguments(kernel, tuple(args), dict(kwargs or {}))
+        self._device = None if platform is not None else device_of(tuple(bound.arguments.values()))
         for name, value in bound.arguments.items():
             bound.arguments[name] = abstractify(value)
         self.kernel, self.arguments, self.metadata = kernel, bound.arguments, metadata
         self.args, self.kwargs = bound.args, bound.kwargs
-        self.needs, self.override_cfg, self.batch_axes, self.platform = needs, override_cfg, batch_axes, platform
+        self.needs, self.residuals, self.override_cfg, self.batch_axes = needs, residuals, override_cfg, batch_axes
+        self.platform = platform if self._device is None else self._device.platform
         self.call: Any = None  # the static part of the framework's own calls: what tuning runs
 
     @property
@@ -99,12 +105,13 @@ class Invocation:
     def call_key(self) -> str:
         """16 hex digits: equal for equal shapes, dtypes and static values, in every process."""
         forms = [[name, static_text(self.kernel, name, value)] for name, value in self.arguments.items()]
-        return short_hash(stable_json([self.op_id_v, self.kernel.state(), forms, self.needs, self.batch_axes]))
+        parts = [self.op_id_v, self.kernel.state(), forms, self.needs, self.batch_axes]
+        return short_hash(stable_json([*parts, "residuals"] if self.residuals else parts))
 
     @property
     def device_fingerprint(self) -> str:
         """The device model that the call is meant for."""
-        return device_fingerprint(self.platform)
+        return device_fingerprint(self.platform if self._device is None else self._device)
 
     def __repr__(self):
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in self.operands)

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ConfigError, UnsupportedError
-from ..utils.fingerprint import get_device_platform, platform_kind, stable_json
+from ..utils.fingerprint import get_device_platform, platform_kind
+from ..utils.values import stable_json
 from .types import Cfg, Out
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("triton", "pallas", "cudnn", "xla")
 _PLATFORMS = ("gpu", "tpu", "cpu")
+_SUFFIXES = tuple(f"_{s}" for s in (*BACKENDS, *_PLATFORMS))
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _VERSION = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 _WHERE = {"triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu", "gpu"), "xla": _PLATFORMS}
@@ -34,9 +36,16 @@ class Kernel(Generic[Cfg, Out]):
     """One direction of one operation: what it computes, on which back ends, with which configs.
 
     A subclass defines `run` or variants of it (`run_triton, run_pallas, run_cudnn, run_xla`, or by
-    platform `run_gpu, run_tpu, run_cpu`), and `heuristic_cfg`. The same suffixes work for
-    `heuristic_cfg` and `candidate_cfgs`. Where the config has a field `backend`, that field picks the
-    variant; otherwise the device does.
+    platform `run_gpu, run_tpu, run_cpu`), and `heuristic_cfg`. The same suffixes work for all methods that
+    it defines but `prepare`. Where the config has a field `backend`, that field picks the variant; otherwise
+    the device does. Candidates are those of every back end that the device can have.
+
+    Its gradient is one of: a `backward` kernel; the methods `fwd_with_residuals(*args, cfg, **kwargs) -> (out,
+    residuals)` and `vjp(residuals, out, cotangent, *args, cfg, **kwargs)`; the method `custom_vjp(primals, cfg,
+    kwargs, cotangents)`, with one cotangent for each output; JAX's own derivative of the code of `run`. The methods
+    become the kernel `<name>_bwd`, which is labelled and tuned apart. All return one gradient for each positional
+    parameter of `run` (`None` where there is none), and where keyword-only ones are arrays a dict of theirs at the
+    end. The cotangent of an output that is no float is `None`. Residuals must not depend on the config.
 
     Args:
         name: the op's name, `[A-Za-z0-9_.-]`, at most 64 characters; default the class attribute
@@ -49,8 +58,8 @@ class Kernel(Generic[Cfg, Out]):
         config_cls: the type of its configs; default the first parameter of `Kernel[Config, Out]`.
         backward: the kernel that computes gradients. Its `run` gets the operands, all outputs, the
             cotangents of all outputs, the keyword arguments, and `needs`, which has the structure of
-            the operands with a bool in place of each array. It returns one gradient (or `None`) for
-            each operand.
+            the operands with a bool in place of each array. Of a kernel with `fwd_with_residuals` it gets
+            the operands, the output, the residuals, and the output's cotangent.
         rows: for each positional parameter, whether its leading axis holds rows that more rows may
             join (`True`), it is shared by all rows (`False`), or it is shared where that axis has
             length 1 (`"broadcast"`). `None`: unknown, so `jax.vmap` loops.
@@ -58,7 +67,8 @@ class Kernel(Generic[Cfg, Out]):
         fields: for each back end, the dotted names of the config fields that it reads; `None`: any.
 
     Raises:
-        ConfigError: a malformed name, or another class that has the same name and version.
+        ConfigError: a malformed name, another class that has the same name and version, or two definitions of
+            one gradient.
 
     Example:
         >>> class Double(Kernel):
@@ -75,7 +85,7 @@ class Kernel(Generic[Cfg, Out]):
     name: ClassVar[str] = ""
     version: str = "1"
     config_cls: ClassVar[type | None] = None
-    backward: ClassVar[Kernel | None] = None
+    backward: Kernel | None = None
     rows: ClassVar[tuple[bool | str, ...] | None] = None
     out_rows: ClassVar[tuple[bool | str, ...] | None] = None
     fields: ClassVar[dict[str, tuple[str, ...]] | None] = None
@@ -90,22 +100,22 @@ class Kernel(Generic[Cfg, Out]):
         if not _VERSION.fullmatch(self.version):
             raise ConfigError(f"version is {self.version!r}; expected 1 to 32 of A-Z a-z 0-9 _ . -")
         self.op_id_v = f"{self.op_id}@v{self.version}"
+        from .gradient_methods import MethodBackward, gradient_style
+
+        style = gradient_style(self)
         _register(self)
+        if style is not None:
+            self.backward = MethodBackward(self, style)
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        for name in ("vjp", "custom_vjp"):
-            if hasattr(cls, name):
-                raise UnsupportedError(
-                    f"{cls.__qualname__}.{name} would not be called: gradients as a method are not supported yet; "
-                    "write a Kernel that returns them and set it as `backward`"
-                )
         for base in vars(cls).get("__orig_bases__", ()):  # class MyKernel(Kernel[MyConfig, Out])
             config = next(iter(typing.get_args(base)), None)
             if isinstance(config, type) and "config_cls" not in vars(cls):
                 cls.config_cls = config
-        if "config_space" in vars(cls) and "candidate_cfgs" not in vars(cls):
-            cls.candidate_cfgs = vars(cls)["config_space"]  # the other documented spelling
+        for suffix in ("", *_SUFFIXES):  # the other documented spelling
+            if "config_space" + suffix in vars(cls) and "candidate_cfgs" + suffix not in vars(cls):
+                setattr(cls, "candidate_cfgs" + suffix, vars(cls)["config_space" + suffix])
 
     # What subclasses define
 
@@ -151,21 +161,34 @@ class Kernel(Generic[Cfg, Out]):
     @functools.cached_property
     def signature(self) -> inspect.Signature:
         """The parameters of a call, `cfg` (and a backward's `needs`) left out."""
-        names = [f"run_{s}" for s in (*BACKENDS, *_PLATFORMS) if hasattr(self, f"run_{s}")]
+        names = [f"run{s}" for s in _SUFFIXES if hasattr(self, f"run{s}")]
         method = self.run if type(self).run is not Kernel.run or not names else getattr(self, names[0])
         found = inspect.signature(method)
         return found.replace(parameters=[p for p in found.parameters.values() if p.name not in ("cfg", "needs")])
 
+    def defines(self, name: str) -> bool:
+        """Whether the kernel has a method of that name, or a variant of it."""
+        return any(hasattr(self, name + suffix) for suffix in ("", *_SUFFIXES))
+
     def variant(self, name: str, backend: str | None, platform: str | None) -> Any:
         """The method `name_<suffix>` for a back end, or for a platform, else `name` itself."""
-        kind = platform_kind(platform)
-        suffixes = [backend] if backend else [get_device_platform(platform), kind]
-        if name == "run" and backend is None and type(self).run is Kernel.run:
+        plain = getattr(self, name, None)
+        suffixes = [backend] if backend else [get_device_platform(platform), platform_kind(platform)]
+        if backend is None and (plain is None or (name == "run" and type(self).run is Kernel.run)):
             suffixes.append("xla")  # every platform compiles it
         for suffix in suffixes:
             if (method := getattr(self, f"{name}_{suffix}", None)) is not None:
                 return method
-        return getattr(self, name)
+        if plain is None:
+            raise UnsupportedError(f"{self.op_id_v} has no {name} for {suffixes[0]}; define {name}, or {name}_xla")
+        return plain
+
+    def all_candidates(self, inv: Invocation) -> Iterable[Any]:
+        """The configs that tuning tries on the device of a call: those of the platform, or of its back ends, or all."""
+        kind = platform_kind(inv.platform)
+        suffixes = [kind] if hasattr(self, f"candidate_cfgs_{kind}") else [b for b in BACKENDS if kind in _WHERE[b]]
+        methods = [m for s in suffixes if (m := getattr(self, f"candidate_cfgs_{s}", None)) is not None]
+        return [cfg for method in methods or [self.candidate_cfgs] for cfg in method(inv)]
 
     def why_not(self, inv: Invocation, backend: str) -> str | None:
         """Why a back end is not eligible for a call; `None` where it is."""

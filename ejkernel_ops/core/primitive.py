@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -25,10 +24,13 @@ from ..config.choice import describe
 from ..config.selection import choose, tunes_on_call
 from ..errors import ConfigError, UnsupportedError
 from ..registry import record
-from ..utils.meta import label, scope_name
+from ..utils.fingerprint import device_of
+from ..utils.labelled import marked, scope_name
+from ..utils.meta import label
 from ..utils.varying import equally_varying
 from .batching import fold_or_loop
 from .call import Call, backward_call, flatten_gradients, gradient_types, make_call
+from .gradient_methods import plain_gradients
 from .kernel import is_float
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -41,7 +43,7 @@ def call_kernel(kernel, args: tuple, kwargs: dict, explicit: tuple, snapshot, ge
     call, operands = make_call(kernel, args, kwargs, explicit, snapshot, generation)
     operands = equally_varying(operands)  # so that a weight's gradient inside shard_map gets its psum
     outs = kernel_p.bind(*operands, call=call)
-    return jax.tree.unflatten(_out_tree(call, operands), outs)
+    return jax.tree.unflatten(output_tree(call, operands), outs)
 
 
 # What a call computes
@@ -49,8 +51,8 @@ def call_kernel(kernel, args: tuple, kwargs: dict, explicit: tuple, snapshot, ge
 
 def execute(call: Call, cfg: Any, operands: Sequence[Any], platform: str | None = None) -> list[Any]:
     """Runs the kernel of a call with a given config; returns flat outputs."""
-    kernel, bound = call.kernel, call.arguments(operands)
-    method = kernel.variant("run", getattr(cfg, "backend", None), platform)
+    bound = call.arguments(operands)
+    method = call.method(cfg, platform)
     extra = {} if call.forward is None else {"needs": call.needs_tree}
     out = method(*bound.args, **bound.kwargs, cfg=cfg, **extra)
     if call.forward is None:
@@ -73,7 +75,8 @@ def _run(*operands: Any, call: Call, platform: str | None = None) -> list[Any]:
     return _on_auto_axes(lambda *operands: execute(call, cfg, operands, platform), operands, call)
 
 
-def _out_tree(call: Call, operands: Sequence[Any]) -> Any:
+def output_tree(call: Call, operands: Sequence[Any]) -> Any:
+    """The structure of a call's output."""
     return _output(call, tuple(map(jax.typeof, operands)))[0]
 
 
@@ -90,11 +93,14 @@ def _cached_output(call: Call, avals: tuple, mesh: Any, x64: bool) -> tuple[Any,
         if call.forward is not None:  # those of the operands; a sum has their shardings too
             return [x + jnp.zeros_like(x) for x in gradient_types(call, operands)]
         bound = call.arguments(operands)
-        out = call.kernel.out_like(*bound.args, **bound.kwargs)
+        out = None if call.residuals else call.kernel.out_like(*bound.args, **bound.kwargs)
         if out is None:
             inv = call.invocation(operands)
             cfg = choose(inv, call.snapshot, call.generation).cfg
-            out = call.kernel.variant("run", getattr(cfg, "backend", None), None)(*bound.args, **bound.kwargs, cfg=cfg)
+            out = call.method(cfg, None)(*bound.args, **bound.kwargs, cfg=cfg)
+            if call.residuals and not (isinstance(out, tuple) and len(out) == 2):
+                name = f"{call.kernel.op_id_v}.fwd_with_residuals"
+                raise ConfigError(f"{name} returned {out!r}; expected a pair (out, residuals)")
         structure.append(jax.tree.structure(out))
         return jax.tree.leaves(out)
 
@@ -110,6 +116,13 @@ def _out_kinds(call: Call, tree: Any, count: int) -> tuple:
     if kinds is None:
         return (None,) * count
     out = jax.tree.unflatten(tree, range(count))
+    if call.residuals:  # nothing says what rows of residuals are
+        out, residuals = out
+        return (*_kinds_of(call, kinds, out), *[None] * len(jax.tree.leaves(residuals)))
+    return _kinds_of(call, kinds, out)
+
+
+def _kinds_of(call: Call, kinds: Sequence[Any], out: Any) -> tuple:
     parts = out if isinstance(out, (tuple, list)) else (out,)
     if len(kinds) != len(parts):
         raise ConfigError(f"{call.kernel.op_id_v}.out_rows has {len(kinds)} entries for {len(parts)} outputs")
@@ -127,15 +140,8 @@ def _lowered(*operands: Any, call: Call, platform: str) -> list[Any]:
     with jax.named_scope(scope_name(text)):
         outs = _on_auto_axes(lambda *operands: execute(call, choice.cfg, operands, platform), operands, call)
     record(inv)
-    # An output that is an operand has no op of its own that a label could be on.
-    outs = [jax.lax.optimization_barrier(out) if any(out is x for x in operands) else out for out in outs]
-    # On values: a context would mark every op inside. The call itself on one op only, so that calls can be counted.
-    outs = [set_xla_metadata(out, ejkernel_ops=text) for out in outs]
-    if outs:
-        marks = {"ejkernel_call": text, "ejkernel_cfg": describe(choice)}
-        marks |= {"ejkernel_path": call.snapshot.path} if call.snapshot.path is not None else {}
-        outs[0] = set_xla_metadata(outs[0], **marks)
-    return outs
+    marks = {} if call.snapshot.path is None else {"ejkernel_path": call.snapshot.path}
+    return marked(outs, operands, text, ejkernel_cfg=describe(choice), **marks)
 
 
 def _on_auto_axes(run: Callable, operands: Sequence[Any], call: Call) -> list[Any]:
@@ -157,7 +163,7 @@ def _on_auto_axes(run: Callable, operands: Sequence[Any], call: Call) -> list[An
 def _plain(call: Call, operands: Sequence[Any], mode: str) -> None:
     """Refuses what JAX cannot differentiate: code that is not JAX's own."""
     cfg = choose(call.invocation(operands), call.snapshot, call.generation).cfg
-    backend = call.kernel.variant("run", getattr(cfg, "backend", None), None).__name__.removeprefix("run_")
+    backend = call.method(cfg, None).__name__.rpartition("_")[2]
     if backend in _OPAQUE:
         raise UnsupportedError(
             f"{call.kernel.op_id_v} runs on the {backend!r} back end, which has no {mode} derivative; "
@@ -169,14 +175,18 @@ def _kernel_jvp(primals, tangents, *, call: Call):
     if call.kernel.backward is None:  # a backward kernel, or one without: its own plain JAX code is differentiated
         _plain(call, primals, "second or forward-mode" if call.forward is not None else "reverse- or forward-mode")
         return _plain_jvp(functools.partial(_run, call=call), primals, tangents)
-    outs = [checkpoint_name(out, call.kernel.op_id) for out in kernel_p.bind(*primals, call=call)]
     live = tuple(is_float(x) and type(t) is not ad.Zero for x, t in zip(primals, tangents))
+    asked = None
+    if any(live) and not call.residuals and call.kernel.defines("fwd_with_residuals"):
+        asked = len(_kernel_types(*map(jax.typeof, primals), call=call))  # the output comes before residuals
+        call = dataclasses.replace(call, residuals=True)
+    outs = [checkpoint_name(out, call.kernel.op_id) for out in kernel_p.bind(*primals, call=call)]
     out_tangents = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
     if any(live) and any(map(is_float, outs)):
         given = [t for t, alive in zip(tangents, live) if alive]
         found = iter(tangent_p.bind(*given, *primals, *outs, call=call, live=live))
         out_tangents = [next(found) if is_float(out) else zero for out, zero in zip(outs, out_tangents)]
-    return outs, out_tangents
+    return outs[:asked], out_tangents[:asked]
 
 
 def _split(args: Sequence[Any], live: tuple[bool, ...]) -> tuple[list, list, list]:
@@ -212,16 +222,23 @@ def _transpose(cotangents, *args, call: Call, live: tuple[bool, ...]):
     asked = iter(undefined)
     needs = tuple(alive and next(asked) for alive in live)
     lazy = getattr(call.kernel.backward, "lazy_cotangents", False)
+    tree = output_tree(call, operands)
+    own = tree.children()[0].num_leaves if call.residuals else len(outs)
     given = iter(cotangents)
-    cts = [next(given) if is_float(out) else None for out in outs]
-    cts = [None if ct is None or (lazy and type(ct) is ad.Zero) else ad.instantiate_zeros(ct) for ct in cts]
-    tree = _out_tree(call, operands)
+    raw = [next(given) if is_float(out) else None for out in outs]
+    cts = [None if ct is None or (lazy and type(ct) is ad.Zero) else ad.instantiate_zeros(ct) for ct in raw[:own]]
+    cts += [None] * (len(outs) - own)
     kinds = _out_kinds(call, tree, len(outs))
     kinds += tuple(kind for kind, ct in zip(kinds, cts) if ct is not None)
     back, arrays = backward_call(
         call, operands, jax.tree.unflatten(tree, outs), jax.tree.unflatten(tree, cts), needs, kinds
     )
-    grads = iter(kernel_p.bind(*equally_varying(arrays), call=back))
+    found = kernel_p.bind(*equally_varying(arrays), call=back)
+    through = [None if i < own or type(ct) is ad.Zero else ct for i, ct in enumerate(raw)]
+    if any(ct is not None for ct in through):  # of a derivative's derivative: residuals depend on the operands, too
+        more = plain_gradients(functools.partial(_run, call=call), operands, needs, through)
+        found = [a + b for a, b in zip(found, more)]
+    grads = iter(found)
     return [*(next(grads) if u else None for u in undefined), *[None] * (len(operands) + len(outs))]
 
 
@@ -275,7 +292,8 @@ def _primitive(name: str, plain: Callable, abstract_eval: Callable, jvp: Callabl
 
     def impl(*args, call: Call, **params):
         if tunes_on_call(call.snapshot):  # either direction, now: where it is lowered nothing can be timed
-            choose(call.invocation(args), call.snapshot, call.generation)
+            device = device_of(args)
+            choose(call.invocation(args, device and device.platform), call.snapshot, call.generation)
             call = dataclasses.replace(call, generation=generation())  # what was found before does not count
         return jitted(call=call, **params)(*args)
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from ..errors import ConfigError
-from ..utils.fingerprint import stable_json
+from ..utils.values import stable_json
 
 _EMPTY: Mapping = MappingProxyType({})
 

@@ -10,9 +10,11 @@ from ..config.cache import Key
 from ..config.choice import parse_description
 from ..config.selection import ConfigSelectorChain, default_selector, heuristic
 from ..core.invocation import Invocation
+from ..environment import recording
 from ..errors import EjkernelError, LabelError, UnsupportedError
-from ..registry import find_call, get_invocations, recording
+from ..registry import find_call, get_invocations
 from ..utils.fingerprint import device_fingerprint
+from ..utils.labelled import LABEL_ONLY
 from ..utils.meta import CallSite, call_sites, extract_labels_from_hlo_text, program_text, split_label
 from .result import AutotuningResult, Entry
 
@@ -60,6 +62,9 @@ def autotune_lowered(
     for label, sites in _by_label(text).items():
         key = Key(device, *split_label(label))
         inv, reason = find_call(key), ""
+        if any(site.config == LABEL_ONLY for site in sites):
+            skipped.append((label, LABEL_ONLY))
+            continue
         if inv is None:
             off = "" if recording() else ": EJKERNEL_OPS_RECORD=0 turned recording off"
             reason = f"no such call was recorded in this process on this device{off}"

@@ -20,7 +20,7 @@ from ..core.kernel import find_kernel
 from ..core.snapshot import Reentrant, entered, overlay_digest, with_overlay
 from ..errors import CacheFormatError, ConfigError
 from ..utils.fingerprint import device_fingerprint
-from .tuning import Trial
+from .trial import Trial
 
 F = TypeVar("F", bound=Callable)
 _FORMAT, _SCHEMA = "ejkernel_ops.AutotuningResult", 1

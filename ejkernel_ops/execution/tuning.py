@@ -19,50 +19,12 @@ from ..errors import ConfigError, TuningError
 from ..utils.fingerprint import is_array
 from .check import Reference, compiled
 from .measure import benchmark, inside_trace, interleaved, spread
+from .result import AutotuningResult, Entry
+from .trial import Trial, Tuned
+
+__all__ = ["Autotuner", "AutotuningResult", "Entry", "Trial", "Tuned", "autotune", "benchmark"]
 
 SEED = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """One config that was tried.
-
-    Args:
-        cfg: the config.
-        status: `"timed"`, `"illegal"`, `"failed"` or `"wrong"`.
-        ms: median time in milliseconds, `None` unless timed.
-        spread: half the distance of the quartiles, relative to the median.
-        reason: why it could not win.
-
-    Example:
-        >>> Trial(32, "timed", 1.5).ms
-        1.5
-    """
-
-    cfg: Any
-    status: str
-    ms: float | None = None
-    spread: float | None = None
-    reason: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuned:
-    """What tuning one call found.
-
-    Args:
-        cfg: the config to use.
-        heuristic: the config without tuning.
-        ms: time of `cfg` in milliseconds.
-        heuristic_ms: time of `heuristic`, measured in the same rounds.
-        trials: all that was tried.
-    """
-
-    cfg: Any
-    heuristic: Any
-    ms: float
-    heuristic_ms: float
-    trials: tuple[Trial, ...]
 
 
 class Autotuner:
@@ -208,7 +170,7 @@ def _prepared(inv: Invocation, candidates: Iterable[Any] | None, inputs: Sequenc
     """Heuristic config, all configs, operands and reference: code of the kernel's author, which may fail in any way."""
     try:
         default = heuristic(inv)
-        found = inv.kernel.variant("candidate_cfgs", None, inv.platform)(inv) if candidates is None else candidates
+        found = inv.kernel.all_candidates(inv) if candidates is None else candidates
         configs = list(dict.fromkeys([default, *found]))
         inputs = inv.kernel.make_inputs(inv, np.random.default_rng(SEED)) if inputs is None else list(inputs)
         return default, configs, inputs, Reference(inv, inputs)

@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from ..environment import DEFAULT_PREFIX, label_prefix
 from ..errors import LabelError
+from .labelled import labelled
 
-LABEL_PREFIXES = ("ejkernel_ops#",)
+LABEL_PREFIXES = (DEFAULT_PREFIX,)
 _LABEL = r"(?P<op>[A-Za-z0-9_.-]{1,64}@v[A-Za-z0-9_.-]{1,32}):(?P<key>[0-9a-f]{16})"
 _LABEL_OR_SCOPE = r"(?P<op>[A-Za-z0-9_.-]{1,64})[@~]v(?P<version>[A-Za-z0-9_.-]{1,32})[:~](?P<key>[0-9a-f]{16})"
 LABEL_RE = re.compile(r"ejkernel_ops#" + _LABEL)
-_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,63}#")
 
 
-def label_prefix(prefix: str | None = None) -> str:
-    """The prefix of labels: the argument, else `EJKERNEL_OPS_PREFIX`, else `ejkernel_ops#`."""
-    found = prefix or os.environ.get("EJKERNEL_OPS_PREFIX") or LABEL_PREFIXES[0]
-    if not _PREFIX.fullmatch(found):
-        name = "prefix" if prefix else "EJKERNEL_OPS_PREFIX"
-        raise LabelError(f"{name} is {found!r}; expected 1 to 63 of A-Z a-z 0-9 _ . - and then #")
-    return found
+def label(op_id_v: str, call_hash: str | None = None, prefix: str | None = None) -> Any:
+    """The label of a call; or, without `call_hash`, a decorator that labels the calls of any function.
 
-
-def label(op_id_v: str, call_hash: str, prefix: str | None = None) -> str:
-    """The label of a call.
+    Such a function appears in `find_labels_in_lowered` and in profiles under a key of its argument shapes; it has
+    nothing to tune, so `autotune_lowered` lists it as skipped. Its gradient has no label.
 
     Args:
-        op_id_v: name and version of the kernel, such as `"linear@v1"`.
+        op_id_v: name and version, such as `"linear@v1"`; for a decorator the version may be left out.
         call_hash: the call's key, 16 hex digits.
         prefix: default `EJKERNEL_OPS_PREFIX`, else `"ejkernel_ops#"`.
 
     Returns:
-        `<prefix><op_id_v>:<call_hash>`.
+        `<prefix><op_id_v>:<call_hash>`, or the decorator.
 
     Raises:
         LabelError: a part is malformed.
@@ -44,7 +38,17 @@ def label(op_id_v: str, call_hash: str, prefix: str | None = None) -> str:
     Example:
         >>> label("matmul@v1", "1a2b3c4d5e6f7081")
         'ejkernel_ops#matmul@v1:1a2b3c4d5e6f7081'
+        >>> import jax, jax.numpy as jnp
+        >>> @label("my_norm")
+        ... def my_norm(x):
+        ...     return x / jnp.abs(x).max()
+        >>> find_labels_in_lowered(jax.jit(my_norm).lower(jnp.ones(3)))[0].rpartition(":")[0]
+        'ejkernel_ops#my_norm@v1'
     """
+    if call_hash is None:
+        named = op_id_v if "@" in op_id_v else f"{op_id_v}@v1"
+        label(named, "0" * 16, prefix)  # what is malformed is an error here, not where the function is called
+        return labelled(lambda digits: label(named, digits, prefix))
     if not re.fullmatch(_LABEL, text := f"{op_id_v}:{call_hash}"):
         raise LabelError(f"label parts are {op_id_v!r} and {call_hash!r}; expected name@vN and 16 hex digits")
     return label_prefix(prefix) + text
@@ -52,19 +56,10 @@ def label(op_id_v: str, call_hash: str, prefix: str | None = None) -> str:
 
 def split_label(text: str) -> tuple[str, str]:
     """Name with version, and call key, of a label of any prefix."""
-    found = re.fullmatch(_PREFIX.pattern + _LABEL, text)
+    found = re.fullmatch(r"[A-Za-z0-9_.-]{1,63}#" + _LABEL, text)
     if found is None:
         raise LabelError(f"label is {text!r}; expected prefix#name@vN:16 hex digits")
     return found["op"], found["key"]
-
-
-def scope_name(text: str) -> str:
-    """A label as the name of a scope: XLA cuts those at `@`.
-
-    Attributes are lost where XLA rewrites an op; scopes are on every op of a call, so that a compiled program still
-    shows them.
-    """
-    return text.replace("@", "~").replace(":", "~")
 
 
 def extract_labels_from_hlo_text(text: str, prefix: str | None = None) -> list[str]:
@@ -234,15 +229,19 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([0-9A-F]{2}|.)", lambda m: chr(int(m[1], 16)) if len(m[1]) == 2 else m[1], text)
 
 
-def labels_to_configs(lowered: Any, selector: Any = None) -> list[tuple[str, Any]]:
+def labels_to_configs(lowered: Any, selector: Any = None, prefix: str | None = None) -> list[tuple[str, Any]]:
     """The stored config of each label of a program: memory first, then disk.
 
     Args:
         lowered: a program (see `find_labels_in_lowered`) or a list of labels.
         selector: whose caches; default the default selector's.
+        prefix: as in `label`.
 
     Returns:
         `(label, config)` pairs, `None` where nothing is stored.
+
+    Raises:
+        LabelError: not a program, or a malformed label in a list.
 
     Example:
         >>> labels_to_configs(["ejkernel_ops#linear@v1:0123456789abcdef"])
@@ -254,7 +253,7 @@ def labels_to_configs(lowered: Any, selector: Any = None) -> list[tuple[str, Any
 
     selector = default_selector() if selector is None else selector
     is_list = isinstance(lowered, Iterable) and not isinstance(lowered, str)
-    labels = list(lowered) if is_list else find_labels_in_lowered(lowered)
+    labels = list(lowered) if is_list else find_labels_in_lowered(lowered, prefix)
     pairs = []
     for text in labels:
         key = Key(device_fingerprint(), *split_label(text))

@@ -1,0 +1,72 @@
+"""The environment variables: each is read when it is needed, and checked."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import re
+import warnings
+from pathlib import Path
+
+import platformdirs
+
+from .errors import ConfigError, LabelError
+
+CACHE_DIR, RECORD, PREFIX = "EJKERNEL_CACHE_DIR", "EJKERNEL_OPS_RECORD", "EJKERNEL_OPS_PREFIX"
+VARIABLES = (CACHE_DIR, RECORD, PREFIX)
+DEFAULT_PREFIX = "ejkernel_ops#"
+_PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,63}#")
+
+
+def cache_dir() -> Path:
+    """`EJKERNEL_CACHE_DIR`, else the platform's cache folder for this package.
+
+    Raises:
+        ConfigError: a relative path, which would be another folder in each process.
+    """
+    given = _read(CACHE_DIR)
+    if not given:
+        return Path(platformdirs.user_cache_dir("ejkernel_ops")) / "configs"
+    path = Path(given).expanduser()
+    if not path.is_absolute():
+        raise ConfigError(f"{CACHE_DIR} is {given!r}; expected an absolute path, or one that starts with ~")
+    return path
+
+
+def recording() -> bool:
+    """Whether lowered calls are recorded: not with `EJKERNEL_OPS_RECORD=0`.
+
+    Raises:
+        ConfigError: neither 0 nor 1.
+    """
+    given = _read(RECORD) or "1"
+    if given not in ("0", "1"):
+        raise ConfigError(f"{RECORD} is {given!r}; expected 0 or 1")
+    return given == "1"
+
+
+def label_prefix(prefix: str | None = None) -> str:
+    """The prefix of labels: the argument, else `EJKERNEL_OPS_PREFIX`, else `ejkernel_ops#`.
+
+    Raises:
+        LabelError: a malformed prefix.
+    """
+    found = prefix or _read(PREFIX) or DEFAULT_PREFIX
+    if not _PREFIX.fullmatch(found):
+        name = "prefix" if prefix else PREFIX
+        raise LabelError(f"{name} is {found!r}; expected 1 to 63 of A-Z a-z 0-9 _ . - and then #")
+    return found
+
+
+def _read(name: str) -> str | None:
+    _warn_of_unknown(tuple(n for n in os.environ if n.startswith("EJKERNEL_OPS_") and n not in VARIABLES))
+    return os.environ.get(name)
+
+
+@functools.lru_cache(maxsize=64)  # once for each set of them
+def _warn_of_unknown(names: tuple[str, ...]) -> None:
+    for name in names:
+        near = difflib.get_close_matches(name, VARIABLES, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(VARIABLES)}"
+        warnings.warn(f"the environment variable {name} is not known and has no effect; {hint}", stacklevel=4)

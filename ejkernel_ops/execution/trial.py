@@ -1,0 +1,48 @@
+"""What tuning finds: a `Trial` of each config, and `Tuned`, the outcome for one call."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One config that was tried.
+
+    Args:
+        cfg: the config.
+        status: `"timed"`, `"illegal"`, `"failed"` or `"wrong"`.
+        ms: median time in milliseconds, `None` unless timed.
+        spread: half the distance of the quartiles, relative to the median.
+        reason: why it could not win.
+
+    Example:
+        >>> Trial(32, "timed", 1.5).ms
+        1.5
+    """
+
+    cfg: Any
+    status: str
+    ms: float | None = None
+    spread: float | None = None
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """What tuning one call found.
+
+    Args:
+        cfg: the config to use.
+        heuristic: the config without tuning.
+        ms: time of `cfg` in milliseconds.
+        heuristic_ms: time of `heuristic`, measured in the same rounds.
+        trials: all that was tried.
+    """
+
+    cfg: Any
+    heuristic: Any
+    ms: float
+    heuristic_ms: float
+    trials: tuple[Trial, ...]
