@@ -181,7 +181,7 @@ def _devices(kernel: Kernel, devices: Sequence[Any] | None, parts: Sequence[Any]
         for x in parts:
             sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
             if isinstance(sharding, NamedSharding) and sharding.mesh.size == sizes[0]:
-                devices = list(np.ravel(sharding.mesh.devices))
+                devices = list(np.asarray(sharding.mesh.devices).flat)
                 break
         devices = devices[: sizes[0]]
     if len(devices) != sizes[0]:
