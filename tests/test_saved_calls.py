@@ -106,7 +106,7 @@ def test_loaded_calls_are_the_saved_ones_in_both_directions(tmp_path):
 
 @pytest.mark.parametrize("value", [
     None, True, 1, 2.5, float("inf"), float("-0.0"), 1j, "text", np.dtype("bfloat16"), Mode.FAST,
-    (1, (2, "a")), [1, [2]], {"b": 1, "a": (None,)}, frozenset({"x", 1}), Options(Mode.FAST),
+    (1, (2, "a")), [1, [2]], {"a": (None,), "b": 1}, frozenset({"x", 1}), Options(Mode.FAST),
     {"array": [["nested", {"dict": 1}]]},
 ], ids=repr)  # fmt: skip
 def test_static_values_come_back_equal_and_of_their_type(value, tmp_path):
@@ -246,5 +246,5 @@ def test_a_file_that_cannot_be_used_says_why_and_records_nothing(kind, tmp_path)
 
 
 def test_saving_where_there_is_no_folder_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match="the folder .*missing does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"the folder .*missing does not exist"):
         save_invocations(tmp_path / "missing" / "calls.json")

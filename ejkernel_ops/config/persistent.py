@@ -25,9 +25,9 @@ _PLAIN = {f"builtins:{kind.__name__}": kind for kind in (bool, int, float, str, 
 
 
 class PersistentCache:
-    """Configs on disk. A file that is missing, damaged or foreign is a miss; nothing here breaks a model.
+    """Configs on disk.
 
-    Each entry is a file of its own, replaced atomically, so that processes cannot lose each other's
+    A file that is missing, damaged or foreign is a miss; no file breaks a model. Each entry is a file of its own, replaced atomically, so that processes cannot lose each other's
     entries and a reader sees a whole entry or none. Nothing is pickled; reading imports nothing.
 
     Args:

@@ -155,9 +155,10 @@ class ConfigSelectorChain:
                 "untuned", op_id_v=inv.op_id_v, call_key=inv.call_key, reason="inside a trace or several processes"
             )
             return None
-        cfg = self.tuner.tune(inv, on_event=self.emit).cfg
-        self.store(key, cfg)
-        return cfg
+        tuned = self.tuner.tune(inv, on_event=self.emit)
+        if tuned.compared:
+            self.store(key, tuned.cfg)
+        return tuned.cfg
 
     def store(self, key: Key, cfg: Any) -> None:
         """Keeps a measured winner, in memory and on disk."""

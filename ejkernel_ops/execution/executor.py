@@ -75,7 +75,7 @@ class Executor:
         return self.chooser.choose(inv, kernel)
 
     def compile(self, kernel: Kernel, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
-        """Compiles a call ahead of time; arguments may be abstract. The result takes the array arguments."""
+        """Compiles a call ahead of time, for its arrays alone; arguments may be abstract."""
         leaves, treedef = jax.tree.flatten((args, kwargs))
         places = [index for index, leaf in enumerate(leaves) if is_array(leaf)]
 

@@ -146,7 +146,8 @@ def _stored(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: d
 
 def _tuned(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: dict[str, Any]) -> Entry:
     tuned = selector.tuner.tune(inv, on_event=selector.emit)
-    selector.store(key, tuned.cfg)
+    if tuned.compared:
+        selector.store(key, tuned.cfg)
     return Entry(
         key.op_id_v,
         key.call_key,
@@ -154,6 +155,7 @@ def _tuned(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: di
         heuristic=tuned.heuristic,
         heuristic_ms=tuned.heuristic_ms,
         ms=tuned.ms,
+        source="tuned" if tuned.compared else "heuristic",
         trials=tuned.trials,
         **numbers,
     )

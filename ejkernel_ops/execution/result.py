@@ -40,7 +40,7 @@ class Entry:
         heuristic: the config without tuning.
         heuristic_ms: its time, in milliseconds.
         ms: the time of `cfg`, measured in the same rounds.
-        source: `"tuned"`, or the cache that it came from.
+        source: `"tuned"`, the cache that it came from, or `"heuristic"` where every other config failed.
         trials: all that was tried.
 
     Example:
@@ -74,7 +74,7 @@ def versions() -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class AutotuningResult(Reentrant):
-    """Tuned configs. Inside `with result:` every call that they are for uses them, in jitted functions too.
+    """Tuned configs: inside `with result:` every call that they are for uses them, in jitted functions too.
 
     A function that is already jitted retraces once when it is first called inside; leaving, and entering
     a result of equal content, never retraces. The context may be nested, repeated and used in threads.
@@ -194,11 +194,14 @@ class AutotuningResult(Reentrant):
 
     @classmethod
     def loads(cls, text: str | bytes, *, allow_other_device: bool = False) -> AutotuningResult:
-        """Reads JSON text. Runs no code of it and imports nothing.
+        """Reads JSON text; runs no code of it and imports nothing.
 
         Args:
             text: what `dumps` returned.
             allow_other_device: use configs that were tuned for another device here.
+
+        Returns:
+            The result.
 
         Raises:
             CacheFormatError: not a result, damaged, or of another device.
@@ -233,7 +236,12 @@ class AutotuningResult(Reentrant):
         return cls(device, entries, **extra)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the result to a file, which is replaced as a whole."""
+        """Writes the result to a file, which is replaced as a whole.
+
+        Raises:
+            FileNotFoundError: the folder does not exist.
+            ConfigError: as `dumps`.
+        """
         path = Path(path)
         if not path.parent.is_dir():
             raise FileNotFoundError(f"cannot save to {path}: the folder {path.parent} does not exist")

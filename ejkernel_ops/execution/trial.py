@@ -46,3 +46,9 @@ class Tuned:
     ms: float
     heuristic_ms: float
     trials: tuple[Trial, ...]
+
+    @property
+    def compared(self) -> bool:
+        """Whether the heuristic won against something: where every other config failed, nothing was found out."""
+        others = [trial for trial in self.trials if trial.cfg != self.heuristic]
+        return not others or any(trial.status == "timed" for trial in others)
