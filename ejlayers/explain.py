@@ -10,6 +10,7 @@ from ejkernel_ops.config.choice import parse_description
 from ejkernel_ops.execution.offline import operand_shapes
 from ejkernel_ops.registry import find_call
 from ejkernel_ops.utils.fingerprint import device_fingerprint
+from ejkernel_ops.utils.labelled import LABEL_ONLY
 from ejkernel_ops.utils.meta import call_sites, split_label
 
 from .frameworks import adapters
@@ -129,7 +130,7 @@ def with_paths(tree: Any) -> Any:
 def _row(site: Any) -> CallRow:
     op, key = split_label(site.label)
     inv = find_call(Key(device_fingerprint(), op, key))
-    fields, sources, note = parse_description(site.config)
+    fields, sources, note = ({}, {}, LABEL_ONLY) if site.config == LABEL_ONLY else parse_description(site.config)
     backend = fields.pop("backend", "-")
     tiers = ["pinned" if tier == "call" and site.path else tier for tier in dict.fromkeys(sources.values())]
     return CallRow(

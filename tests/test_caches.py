@@ -49,14 +49,15 @@ def test_memory_cache_is_safe_in_threads():
     cache = ConfigCache()
 
     def work(number):
-        for i in range(200):
+        for i in range(1000):
             cache.put(f"{number}-{i}", i)
             assert cache.get(f"{number}-{i}") == i
-            cache.items()
+            if i % 100 == 0:
+                cache.items()
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         list(pool.map(work, range(16)))
-    assert len(cache) == 3200
+    assert len(cache) == 16_000
 
 
 def disk_files(cache):

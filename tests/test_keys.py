@@ -289,27 +289,38 @@ def loss(q, k, w):
 
 q, k, w = jnp.zeros((2, 4, 2, 8)), jnp.zeros((2, 4, 1, 8)), jnp.zeros((8, 3))
 lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True)).lower(q, k, w)
+lowered.compile()
 digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
 print(json.dumps([ejkernel_ops.__file__, sorted(find_labels_in_lowered(lowered)), digest]))
 """
 
 
-def test_other_processes_folders_and_hash_seeds_make_the_same_keys_and_programs(tmp_path):
+def test_eight_processes_make_the_same_keys_and_programs_and_share_what_is_compiled(tmp_path):
     root = Path(ejkernel_ops.__file__).parent
     other = shutil.copytree(
         root, tmp_path / "other place" / "ejkernel_ops", ignore=shutil.ignore_patterns("__pycache__")
     )
-    script = tmp_path / "script.py"
+    script, compiled = tmp_path / "script.py", tmp_path / "compiled"
     script.write_text(SCRIPT)
-    runs = []
-    for package, cwd, seed, turn in (
-        (root, root.parent, "0", "straight"), (root, tmp_path, "123", "turned"), (other, tmp_path, "7", "turned")
-    ):  # fmt: skip
-        env = os.environ | {"PYTHONPATH": str(package.parent), "PYTHONHASHSEED": seed, "PYTHONSAFEPATH": "1"}
-        runs.append(subprocess.Popen([sys.executable, script, turn], cwd=cwd, env=env, stdout=subprocess.PIPE))
-    found = [json.loads(run.communicate(timeout=120)[0]) for run in runs]
-    assert [Path(file).parent for file, _, _ in found] == [root, root, other]
+
+    def start(seed):
+        package, turn = (other, "turned") if seed % 2 else (root, "straight")
+        env = {
+            "PYTHONPATH": str(package.parent), "PYTHONHASHSEED": str(seed), "PYTHONSAFEPATH": "1",
+            "JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }  # fmt: skip
+        cwd = root.parent if seed == 0 else tmp_path
+        command = [sys.executable, script, turn]
+        return subprocess.Popen(command, cwd=cwd, env=os.environ | env, stdout=subprocess.PIPE)
+
+    found = [json.loads(start(0).communicate(timeout=120)[0])]
+    programs = {file.name for file in compiled.iterdir() if file.name.endswith("-cache")}
+    assert programs
+    for pair in ((1, 2), (3, 4), (5, 6), (7,)):
+        found += [json.loads(run.communicate(timeout=120)[0]) for run in [start(seed) for seed in pair]]
+    assert [Path(file).parent for file, *_ in found] == [other if seed % 2 else root for seed in range(8)]
     assert len({json.dumps(rest) for _, *rest in found}) == 1
+    assert {file.name for file in compiled.iterdir() if file.name.endswith("-cache")} == programs  # all were hits
     assert [text.partition("#")[2].partition("@")[0] for text in found[0][1]] == [
         "flash_attention", "flash_attention_bwd", "linear", "linear_bwd", "test_process"
     ]  # fmt: skip

@@ -1,5 +1,6 @@
 """One snapshot decides: overlays and policies reach jitted functions at once, leave no trace, and never mix."""
 
+import asyncio
 import concurrent.futures
 import gc
 import time
@@ -206,7 +207,7 @@ def test_threads_have_overlays_of_their_own():
     def work(number):
         found = [float(step(ONE))]
         with overlay_cache({KEY: 100 + number}):
-            found += [float(step(ONE)) for _ in range(20)]
+            found += [float(step(ONE)) for _ in range(100)]
             with five:
                 found.append(float(step(ONE)))
         return [*found, float(step(ONE))]
@@ -214,7 +215,31 @@ def test_threads_have_overlays_of_their_own():
     with five, concurrent.futures.ThreadPoolExecutor(32) as pool:
         results = list(pool.map(work, range(32)))
         assert step(ONE) == 5
-    assert results == [[1, *[100 + n] * 20, 5, 1] for n in range(32)]
+    assert results == [[1, *[100 + n] * 100, 5, 1] for n in range(32)]
+    assert step(ONE) == 1
+
+
+def test_asyncio_threads_see_no_overlay_and_leave_none_behind():
+    """Python copies its context variables into such a thread, JAX its contexts not: two sources would disagree."""
+    step = told()
+
+    def poisoned():
+        with overlay_cache({KEY: 7}):
+            return asyncio.run(asyncio.to_thread(step, ONE)), step(ONE)
+
+    async def tasks():
+        async def task(config):
+            await asyncio.sleep(0)
+            with overlay_cache({KEY: config}):
+                found = step(ONE)
+            await asyncio.sleep(0)
+            return float(found), float(step(ONE))
+
+        return await asyncio.gather(*[task(n) for n in range(2, 50)])
+
+    assert asyncio.run(tasks()) == [(n, 1) for n in range(2, 50)]
+    assert poisoned() == (1, 7)
+    assert step(ONE) == 1
 
 
 def test_entering_leaves_nothing_behind_that_makes_calls_slower():
@@ -234,7 +259,7 @@ def test_entering_leaves_nothing_behind_that_makes_calls_slower():
     for config in range(3000):
         with overlay_cache({KEY: config}):
             pass
-    assert best() < 1.5 * before
+    assert min(best() for _ in range(3)) < 1.2 * before
 
 
 @pytest.mark.parametrize("make", [lambda: overlay_cache({KEY: 5}), lambda: policy_override(mode="off")])
