@@ -41,11 +41,14 @@ def merge(high: Any, low: Any) -> Any:
 def to_json(config: Any) -> str:
     """A config as JSON text; `from_json` with its type reads it back equal.
 
+    A dataclass whose fields change their meaning sets `config_version = 2` (a `ClassVar`); text of another version is
+    then refused.
+
     Args:
-        config: a dataclass (nested ones too), or plain numbers, strings, lists and dicts.
+        config: a dataclass (nested ones too), or plain numbers, strings, lists, sets and dicts.
 
     Returns:
-        Compact JSON with sorted keys; fields that are `None` are left out.
+        Compact JSON with sorted keys, equal in every process; fields that are `None` are left out.
 
     Raises:
         ConfigError: a value has no JSON form.
@@ -56,7 +59,9 @@ def to_json(config: Any) -> str:
         '{"num_warps":4}'
     """
     try:
-        plain = _without_none(msgspec.to_builtins(config))
+        plain = _without_none(msgspec.to_builtins(config, order="deterministic"))
+        if (version := _version(type(config))) != 1:
+            plain["@version"] = version
         return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"config {config!r} has no JSON form: {error}") from None
@@ -73,7 +78,7 @@ def from_json(text: str | bytes, config_type: type[T]) -> T:
         A `config_type`.
 
     Raises:
-        CacheFormatError: no JSON, an unknown field, a wrong type or a value out of range.
+        CacheFormatError: no JSON, an unknown field, a wrong type, a value out of range or another `config_version`.
 
     Example:
         >>> from ejkernel_ops import FwdParams
@@ -106,11 +111,21 @@ def parse_json(text: str | bytes) -> Any:
 
 def from_plain(data: Any, config_type: type[T]) -> T:
     """Builds a typed config from JSON data, strictly."""
+    if dataclasses.is_dataclass(config_type) and isinstance(data, dict):
+        data = dict(data)
+        version, known = data.pop("@version", 1), _version(config_type)
+        if version != known:
+            name = config_type.__name__
+            raise CacheFormatError(f"config is of version {version!r} of {name}; this is version {known}")
     _refuse_unknown(data, config_type, "config")
     try:
         return msgspec.convert(data, config_type, strict=True)
     except (msgspec.ValidationError, ConfigError, RecursionError, TypeError) as error:
         raise CacheFormatError(f"not a {getattr(config_type, '__name__', config_type)}: {error}") from None
+
+
+def _version(config_type: Any) -> int:
+    return getattr(config_type, "config_version", 1) if dataclasses.is_dataclass(config_type) else 1
 
 
 def _refuse_unknown(data: Any, config_type: Any, where: str) -> None:

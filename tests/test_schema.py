@@ -1,0 +1,89 @@
+"""Configs as JSON: typed, nested, versioned, and the same text in every process."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from ejkernel_ops import AttentionConfig, BwdParams, CacheFormatError, ConfigError, FwdParams, from_json, to_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A part of a config."""
+
+    rows: int
+    names: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    """A config of every kind of field."""
+
+    tile: Tile
+    sizes: tuple[int, ...] = ()
+    scale: float | None = None
+    by_name: dict[str, Tile] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """Its fields have changed their meaning."""
+
+    config_version: ClassVar[int] = 2
+    rows: int = 1
+
+
+NESTED = Nested(Tile(3, frozenset({"b", "a", "c"})), (1, 2), 0.5, {"z": Tile(1), "a": Tile(2)})
+
+
+@pytest.mark.parametrize("config", [
+    FwdParams(q_blocksize=128, num_warps=4), BwdParams(), AttentionConfig(backend="xla", fwd=FwdParams(num_stages=2)),
+    NESTED, Changed(3), 7, "text", 2.5, True, [1, 2], {"a": 1},
+], ids=repr)  # fmt: skip
+def test_what_is_written_is_read_back_equal_and_typed(config):
+    found = from_json(to_json(config), type(config))
+    assert found == config
+    assert type(found) is type(config)
+
+
+def test_text_is_the_same_in_every_process():
+    code = "from tests.test_schema import *; print(to_json(NESTED))"
+    root = Path(__file__).parent.parent
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+        )
+        for seed in ("1", "2", "3")
+    ]  # fmt: skip
+    assert {run.communicate(timeout=60)[0].strip() for run in runs} == {to_json(NESTED)}
+    assert '"names":["a","b","c"]' in to_json(NESTED)
+
+
+@pytest.mark.parametrize(("text", "kind", "message"), [
+    ('{"rows":3}', Changed, "version 1 of Changed; this is version 2"),
+    ('{"@version":3,"rows":3}', Changed, "version 3 of Changed; this is version 2"),
+    ('{"@version":2,"num_warps":3}', FwdParams, "version 2 of FwdParams; this is version 1"),
+    ('{"num_warp":3}', FwdParams, "unknown field 'num_warp'; did you mean 'num_warps'"),
+    ('{"tile":{"rows":1,"cols":2}}', Nested, r"config.tile has an unknown field 'cols'"),
+    ('{"num_warps":"4"}', FwdParams, "not a FwdParams"),
+    ('{"num_warps":4.0}', FwdParams, "not a FwdParams"),
+    ('{"num_warps":0}', FwdParams, "not a FwdParams"),
+    ('{"num_warps":NaN}', FwdParams, "not valid JSON"),
+    ("[]", FwdParams, "not a FwdParams"),
+])  # fmt: skip
+def test_other_versions_unknown_fields_and_wrong_types_are_refused(text, kind, message):
+    with pytest.raises(CacheFormatError, match=message):
+        from_json(text, kind)
+
+
+def test_a_config_without_a_json_form_is_refused():
+    with pytest.raises(ConfigError, match="has no JSON form"):
+        to_json({"a": float("nan")})
+    with pytest.raises(ConfigError, match="has no JSON form"):
+        to_json(object())
