@@ -12,7 +12,7 @@ class ConfigError(EjkernelError, ValueError):
 
 
 class CacheFormatError(EjkernelError, ValueError):
-    """A stored config or result that cannot be read, or that was made for another device."""
+    """A stored config, call or result that cannot be read, or that was made for another device."""
 
 
 class LabelError(EjkernelError, ValueError):
@@ -20,8 +20,8 @@ class LabelError(EjkernelError, ValueError):
 
 
 class TuningError(EjkernelError, RuntimeError):
-    """A tuning run in which no candidate could be used."""
+    """A tuning run that gives no config, such as one in which the heuristic config does not run."""
 
 
 class UnsupportedError(EjkernelError, NotImplementedError):
-    """A back end that cannot do what was asked of it."""
+    """A back end that cannot do what was asked of it, or an option that nothing supports yet."""

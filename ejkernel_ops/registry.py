@@ -18,7 +18,7 @@ from .config.cache import Key
 from .config.schema import parse_json
 from .core.call import make_call
 from .core.invocation import Invocation
-from .core.kernel import find_kernel
+from .core.kernel import find_kernel, require_kernel
 from .core.snapshot import Snapshot
 from .environment import recording
 from .errors import CacheFormatError, ConfigError
@@ -63,7 +63,7 @@ def record_invocation(*args: Any) -> None:
             shapes and dtypes only.
 
     Raises:
-        TypeError: another number of arguments.
+        TypeError: another number of arguments, or of other types.
 
     Example:
         >>> import jax.numpy as jnp
@@ -74,9 +74,13 @@ def record_invocation(*args: Any) -> None:
         True
     """
     if len(args) == 2:
+        kernel, inv = args
+        if not isinstance(inv, Invocation) or inv.kernel != kernel:
+            raise TypeError(f"got ({kernel!r}, {inv!r}); expected a kernel and an Invocation of it")
         _keep(Key(args[1].device_fingerprint, args[1].op_id_v, args[1].call_key), args[1])
     elif len(args) == 6:
         device, op_id_v, call_key, kernel, call_args, kwargs = args
+        require_kernel(kernel)
         _keep(Key(device, op_id_v, call_key), Invocation(kernel, call_args, kwargs))
     else:
         raise TypeError(f"expected (kernel, inv) or 6 arguments, got {len(args)}")

@@ -35,10 +35,11 @@ def tune(
         **kwargs: the step's keyword arguments.
 
     Returns:
-        A result to train inside: `with result: step(...)`.
+        A result to train inside: `with result: step(...)`. `result.skipped` names the calls that were not tuned, and
+        why.
 
     Raises:
-        TuningError: tuning inside a trace.
+        TuningError: inside a trace, where nothing can be timed.
 
     Example:
         >>> from flax import nnx

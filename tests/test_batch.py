@@ -16,6 +16,7 @@ from ejkernel_ops import (
     pmap_with_config,
     vmap_with_config,
 )
+from ejkernel_ops.execution.trial import Tuned
 
 from .ops import close, normal
 from .told import TOLD, key_of
@@ -173,3 +174,32 @@ def test_what_cannot_be_mapped_says_why(make, arguments, options, message):
 def test_a_static_argument_without_a_value_is_refused():
     with pytest.raises(ConfigError, match="no value-based form"):
         pmap_with_config(BATCHED)(X, mode=object())
+
+
+@pytest.mark.parametrize("make", [vmap_with_config, pmap_with_config], ids=["vmap", "pmap"])
+@pytest.mark.parametrize("rows", [None, (True,)], ids=["loop", "fold"])
+def test_with_tuning_on_calls_the_call_that_runs_is_tuned_once(make, rows):
+    tuned = []
+
+    class Tuner:
+        def tune(self, inv, on_event=None):
+            tuned.append(inv.args[0].shape)
+            return Tuned(7, 1, 1.0, 2.0, ())
+
+    class Eager(Kernel):
+        out_rows = rows
+
+        def run(self, x, *, cfg):
+            return x * 0 + cfg
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+    Eager.rows = rows
+    kernel = Eager(f"test_eager_{make.__name__}_{rows}".replace("(", "").replace(",)", ""))
+    run = Executor(ConfigSelectorChain(tuner=Tuner(), autotune=True))
+    x = np.ones((DEVICES, 3), np.float32)
+    for _ in range(2):
+        assert (make(kernel, executor=run)(x) == 7).all()
+    folded = rows is not None and make is vmap_with_config
+    assert tuned == [(DEVICES * 3,) if folded else (3,)]

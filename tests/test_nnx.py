@@ -170,6 +170,23 @@ def test_bad_arguments_are_refused_as_by_the_stock_layer():
         ejlayers.nnx.Linear(4, 5, rngs=nnx.Rngs(0))(jnp.ones((2, 3)))
 
 
+def test_bad_configs_are_refused_where_the_layer_is_made_or_changed():
+    makers = [
+        lambda **k: ejlayers.nnx.Linear(3, 4, rngs=nnx.Rngs(0), **k),
+        lambda **k: ejlayers.nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0), **k),
+    ]
+    for make in makers:
+        for bad in (
+            {"config": 3},
+            {"backend": "cuda"},
+            {"config": make().config_type(backend="xla"), "backend": "triton"},
+        ):
+            with pytest.raises(ek.ConfigError, match=r"(config|backend) is"):
+                make(**bad)
+        with pytest.raises(ek.ConfigError, match="config is 3"):
+            make().pin(config=3)
+
+
 # swap and report
 
 

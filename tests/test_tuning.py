@@ -1,16 +1,17 @@
 """Tuning: the fastest right config wins, whatever the others do; `autotune_lowered` needs `lower()` alone."""
 
-import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import FAKE, WRONG, FakeConfig
 
 import ejkernel_ops as ek
 from ejkernel_ops.execution.check import Reference, compiled
 from ejkernel_ops.kernels import LINEAR
 from ejkernel_ops.registry import find_call
+
+from . import fakes
+from .fakes import FAKE, WRONG, FakeConfig
 
 SLOW = FakeConfig(ms=15.0)  # far from the rest: other processes may be busy
 X = jnp.linspace(-2.0, 2.0, 21).reshape(7, 3)
@@ -260,6 +261,56 @@ def test_selector_may_be_left_out_and_what_is_no_program_is_refused(lowered):
     assert len(ek.autotune_lowered(lowered).entries) == 6
     with pytest.raises(ek.LabelError, match="expected a Lowered"):
         ek.autotune_lowered(3)
+
+
+def test_a_trace_is_no_place_to_tune(lowered):
+    def traced(x):
+        with pytest.raises(ek.TuningError, match="inside a trace would time nothing"):
+            ek.autotune_lowered(selector(), lowered)
+        with pytest.raises(ek.TuningError, match="inside a trace would time nothing"):
+            ek.autotune_recorded(selector())
+        return x
+
+    jax.make_jaxpr(traced)(X)
+
+
+def test_a_heuristic_for_one_back_end_is_enough_to_tune():
+    class OneBackEnd(ek.Kernel):
+        def run_xla(self, x, *, cfg):
+            return x * cfg
+
+        def heuristic_cfg_xla(self, inv):
+            return 1
+
+    lowered = jax.jit(OneBackEnd("one_back_end_test")).lower(X)
+    assert [e.cfg for e in ek.autotune_lowered(selector(), lowered, strict=True).entries] == [1]
+
+
+def test_candidates_are_those_of_every_back_end_of_the_device():
+    class Many(ek.Kernel):
+        def run(self, x, *, cfg):
+            return x * 1.0
+
+        def heuristic_cfg(self, inv):
+            return "a"
+
+        def candidate_cfgs_xla(self, inv):
+            return ["b", "c"]
+
+        def candidate_cfgs_triton(self, inv):
+            return ["gpu"]
+
+        def candidate_cfgs_pallas(self, inv):
+            return ["gpu or tpu"]
+
+    class ByPlatform(Many):
+        def candidate_cfgs_cpu(self, inv):
+            return ["d"]
+
+    many, by_platform = Many("many_test"), ByPlatform("by_platform_test")
+    found = {p: many.all_candidates(ek.Invocation(many, (X,), platform=p)) for p in ("cpu", "cuda", "tpu")}
+    assert found == {"cpu": ["b", "c"], "cuda": ["gpu", "gpu or tpu", "b", "c"], "tpu": ["gpu or tpu", "b", "c"]}
+    assert by_platform.all_candidates(ek.Invocation(by_platform, (X,))) == ["d"]
 
 
 def test_clearing_the_registry_hides_but_does_not_forget(lowered):

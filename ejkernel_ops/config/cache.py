@@ -44,8 +44,18 @@ def count_write() -> None:
         _writes[0] += 1
 
 
-def split_key(key: tuple, others: tuple) -> Hashable:
+def split_put(rest: tuple) -> tuple[tuple, Any]:
+    """The rest of the key, and the config, of `put(key, cfg)` or `put(device, op_id_v, call_key, cfg)`."""
+    if not rest:
+        raise TypeError("no config; expected one key, or device, op_id_v and call_key, and then a config")
+    if rest[-1] is None:
+        raise ConfigError("cfg is None; expected a config: None means that there is none")
+    return rest[:-1], rest[-1]
+
+
+def split_key(key: Any, others: tuple) -> Hashable:
     """`get(key)` and `get(device, op_id_v, call_key)` are both documented."""
+    others = () if others == (None, None) else others
     if others:
         if len(others) != 2 or None in others:
             raise TypeError("expected one key, or device, op_id_v and call_key")
@@ -77,8 +87,7 @@ class ConfigCache:
             op_id_v: name and version of the kernel.
             call_key: 16 hex digits of the call.
         """
-        others = () if op_id_v is None else (op_id_v, call_key)
-        return self._configs.get(split_key(key, others))
+        return self._configs.get(split_key(key, (op_id_v, call_key)))
 
     def put(self, key: Any, *rest: Any) -> None:
         """Stores a config: `put(key, cfg)` or `put(device, op_id_v, call_key, cfg)`.
@@ -86,11 +95,9 @@ class ConfigCache:
         Raises:
             ConfigError: the config is `None`.
         """
-        *others, cfg = rest
-        if cfg is None:
-            raise ConfigError("cfg is None; expected a config: None means that there is none")
+        others, cfg = split_put(rest)
         with self._lock:
-            self._configs[split_key(key, tuple(others))] = cfg
+            self._configs[split_key(key, others)] = cfg
         count_write()
 
     def discard(self, key: Hashable) -> None:
@@ -122,8 +129,12 @@ class ConfigCache:
         return len(self._configs)
 
 
+def _is_key(key: Any) -> bool:
+    return isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key)
+
+
 def _as_key(key: Any) -> Key:
-    if not (isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key)):
+    if not _is_key(key):
         raise ConfigError(f"overlay key is {key!r}; expected Key(device, op_id_v, call_key)")
     return Key(*key)
 
@@ -149,9 +160,14 @@ class overlay_cache(Reentrant):  # documented as a function
 
     def __init__(self, configs: Mapping[Any, Any] | ConfigCache):
         if isinstance(configs, ConfigCache):
-            self.configs = {k: cfg for k, cfg in configs.items() if isinstance(k, Key)}
-        else:
+            self.configs = {_as_key(k): cfg for k, cfg in configs.items() if _is_key(k)}
+        elif isinstance(configs, Mapping):
             self.configs = {_as_key(k): cfg for k, cfg in configs.items()}
+        else:
+            raise ConfigError(f"configs is {configs!r}; expected a mapping of Key to config, or a ConfigCache")
+        for key, cfg in self.configs.items():
+            if cfg is None:
+                raise ConfigError(f"the config of {key} is None; expected a config: leave out what has none")
 
     @functools.cached_property
     def digest(self) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 
 from ..core.kernel import KERNELS
 from ..environment import cache_dir
-from ..errors import CacheFormatError, ConfigError, EjkernelError
+from ..errors import CacheFormatError, EjkernelError
 from ..utils.values import imported_dataclass, stable_json
-from .cache import Key, count_write, split_key
+from .cache import Key, count_write, split_key, split_put
 from .schema import from_plain, parse_json, to_json
 
 _SCHEMA = 2
@@ -27,14 +27,15 @@ _PLAIN = {f"builtins:{kind.__name__}": kind for kind in (bool, int, float, str, 
 class PersistentCache:
     """Configs on disk.
 
-    A file that is missing, damaged or foreign is a miss; no file breaks a model. Each entry is a file of its own, replaced atomically, so that processes cannot lose each other's
-    entries and a reader sees a whole entry or none. Nothing is pickled; reading imports nothing.
+    A file that is missing, damaged or foreign is a miss; no file breaks a model. Each entry is a file of its own,
+    replaced atomically, so that processes cannot lose each other's entries and a reader sees a whole entry or none.
+    Nothing is pickled; reading imports nothing.
 
     Args:
         path: folder; default `EJKERNEL_CACHE_DIR`, else the platform's cache folder. It is made when
             something is first written.
-        cfg_type: type of the configs under keys that name no kernel of this process; default the type that was
-            put, if it is a plain one or its module is imported here.
+        cfg_type: type of the configs under keys that name no kernel of this process, or one that declares no type;
+            default the type that was put, if it is a plain one or its module is imported here.
 
     Example:
         >>> import tempfile
@@ -61,7 +62,7 @@ class PersistentCache:
         Raises:
             ConfigError: the key has no value-based form.
         """
-        key = split_key(key, () if op_id_v is None else (op_id_v, call_key))
+        key = split_key(key, (op_id_v, call_key))
         file, text = self._file(key)
         try:
             cfg = self._read(file, key, text)
@@ -80,10 +81,8 @@ class PersistentCache:
         Raises:
             ConfigError: the key or the config has no value-based form.
         """
-        *others, cfg = rest
-        if cfg is None:
-            raise ConfigError("cfg is None; expected a config: None means that there is none")
-        file, text = self._file(split_key(key, tuple(others)))
+        others, cfg = split_put(rest)
+        file, text = self._file(split_key(key, others))
         kind = f"{type(cfg).__module__}:{type(cfg).__qualname__}"
         body = {"schema": _SCHEMA, "key": json.loads(text), "type": kind, "config": json.loads(to_json(cfg))}
         body["sha256"] = _checksum(body)

@@ -23,7 +23,7 @@ class AutotunePolicy:
         tune_on_call: tune on the first call of a shape, outside traces, in a single process.
 
     Raises:
-        ConfigError: an unknown mode.
+        ConfigError: an unknown mode, or a `tune_on_call` that is no bool.
 
     Example:
         >>> AutotunePolicy().mode
@@ -56,6 +56,10 @@ class policy_override(Reentrant):  # documented as a function
     """
 
     def __init__(self, selector: Any = None, **fields: Any):
+        if selector is not None and not hasattr(selector, "choose"):
+            raise ConfigError(f"selector is {selector!r}; expected a ConfigSelectorChain, or None for every selector")
+        if {"autotune", "tune_on_call"} <= fields.keys():
+            raise ConfigError("autotune= and tune_on_call= are two spellings of one field; expected one")
         if "autotune" in fields:
             fields["tune_on_call"] = fields.pop("autotune")
         known = [f.name for f in dataclasses.fields(AutotunePolicy)]

@@ -59,7 +59,7 @@ def to_json(config: Any) -> str:
         '{"num_warps":4}'
     """
     try:
-        plain = _without_none(msgspec.to_builtins(config, order="deterministic"))
+        plain = _plain(config)
         if (version := _version(type(config))) != 1:
             plain["@version"] = version
         return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -144,7 +144,13 @@ def _refuse_unknown(data: Any, config_type: Any, where: str) -> None:
                 _refuse_unknown(value, cls, f"{where}.{name}")
 
 
-def _without_none(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {k: _without_none(v) for k, v in data.items() if v is not None}
-    return [_without_none(x) for x in data] if isinstance(data, (list, tuple)) else data
+def _plain(config: Any) -> Any:
+    """JSON data of a config; a dataclass without its `None` fields, for those inherit."""
+    if dataclasses.is_dataclass(config):
+        fields = ((f.name, getattr(config, f.name)) for f in dataclasses.fields(config))
+        return {name: _plain(value) for name, value in fields if value is not None}
+    if isinstance(config, dict):
+        return {key: _plain(value) for key, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [_plain(value) for value in config]
+    return msgspec.to_builtins(config, order="deterministic")

@@ -28,7 +28,18 @@ _REMEMBERED = 8192
 
 
 class ConfigChooser(Protocol):
-    """Anything that chooses configs: an `Executor` takes one."""
+    """Anything that chooses configs: an `Executor` takes one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from ejkernel_ops import Executor
+        >>> from ejkernel_ops.kernels import LINEAR
+        >>> class Heuristic:
+        ...     def choose(self, inv, kernel):
+        ...         return kernel.heuristic_cfg(inv)
+        >>> Executor(Heuristic()).choose_config(LINEAR, jnp.ones((2, 3)), jnp.ones((3, 4))).backend
+        'xla'
+    """
 
     def choose(self, inv: Any, kernel: Any) -> Any:
         """The config for an invocation."""
@@ -69,6 +80,9 @@ class ConfigSelectorChain:
         *,
         autotune: bool | None = None,
     ):
+        _check_parts(cache, persistent, tuner, policy)
+        if policy is not None and policy.tune_on_call and autotune is False:
+            raise ConfigError("autotune is False and policy.tune_on_call is True: two spellings of one; expected one")
         self.cache = ConfigCache() if cache is None else cache
         self.persistent, self._tuner, self.persist_autotune = persistent, tuner, persist_autotune
         self.policy = policy or AutotunePolicy()
@@ -156,7 +170,7 @@ class ConfigSelectorChain:
             )
             return None
         tuned = self.tuner.tune(inv, on_event=self.emit)
-        if tuned.compared:
+        if getattr(tuned, "compared", True):
             self.store(key, tuned.cfg)
         return tuned.cfg
 
@@ -176,6 +190,31 @@ class ConfigSelectorChain:
         """Calls `on_event`, if there is one."""
         if self.on_event is not None:
             self.on_event(event, **data)
+
+
+def _check_parts(cache: Any, persistent: Any, tuner: Any, policy: Any) -> None:
+    """Refuses parts of a selector that cannot be used, where it is made and not where it first chooses."""
+    for name, part, methods, expected in (
+        ("cache", cache, ("get", "put", "discard"), "a ConfigCache"),
+        ("persistent", persistent, ("get", "put", "discard"), "a PersistentCache"),
+        ("tuner", tuner, ("tune",), "an Autotuner"),
+    ):
+        if part is not None and not all(hasattr(part, method) for method in methods):
+            raise ConfigError(f"{name} is {part!r}; expected {expected}, or something with {', '.join(methods)}")
+    if policy is not None and not isinstance(policy, AutotunePolicy):
+        raise ConfigError(f"policy is {policy!r}; expected an AutotunePolicy")
+
+
+def require_chain(selector: Any) -> ConfigSelectorChain:
+    """The selector, if it is one that keeps what is tuned.
+
+    Raises:
+        ConfigError: something else, such as an executor.
+    """
+    if not isinstance(selector, ConfigSelectorChain):
+        hint = "; pass executor.chooser" if hasattr(selector, "chooser") else ""
+        raise ConfigError(f"selector is {selector!r}; expected a ConfigSelectorChain{hint}")
+    return selector
 
 
 def _refuse(inv: Any, backend: str | None) -> Any:

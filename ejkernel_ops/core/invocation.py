@@ -10,7 +10,7 @@ import jax
 
 from ..utils.fingerprint import abstractify, device_fingerprint, device_of, is_array
 from ..utils.values import short_hash, stable_json
-from .kernel import Kernel
+from .kernel import Kernel, require_kernel
 
 
 def bind_arguments(kernel: Kernel, args: tuple, kwargs: dict) -> inspect.BoundArguments:
@@ -44,8 +44,8 @@ class Invocation:
         platform: JAX platform name that the call was lowered for; `None`: where its arrays are, else the default.
 
     Raises:
-        ConfigError: a static argument has no value-based form.
-        TypeError: the arguments do not fit the kernel's signature.
+        ConfigError: a static argument has no value-based form; raised when the key is first asked for.
+        TypeError: no kernel, or the arguments do not fit its signature.
 
     Example:
         >>> import jax.numpy as jnp
@@ -71,6 +71,7 @@ class Invocation:
         batch_axes: Any = None,
         platform: str | None = None,
     ):
+        require_kernel(kernel)
         bound = bind_arguments(kernel, tuple(args), dict(kwargs or {}))
         self._device = None if platform is not None else device_of(tuple(bound.arguments.values()))
         for name, value in bound.arguments.items():

@@ -36,9 +36,10 @@ class Kernel(Generic[Cfg, Out]):
     """One direction of one operation: what it computes, on which back ends, with which configs.
 
     A subclass defines `run` or variants of it (`run_triton, run_pallas, run_cudnn, run_xla`, or by
-    platform `run_gpu, run_tpu, run_cpu`), and `heuristic_cfg`. The same suffixes work for all methods that
-    it defines but `prepare`. Where the config has a field `backend`, that field picks the variant; otherwise
-    the device does. Candidates are those of every back end that the device can have.
+    platform `run_gpu, run_tpu, run_cpu`), and `heuristic_cfg`. The same suffixes work for `heuristic_cfg`,
+    `candidate_cfgs` and the methods of a gradient, and for no other. Where the config has a field `backend`,
+    that field picks the variant; otherwise the device does. Candidates are those of every back end that the device
+    can have.
 
     Its gradient is one of: a `backward` kernel; the methods `fwd_with_residuals(*args, cfg, **kwargs) -> (out,
     residuals)` and `vjp(residuals, out, cotangent, *args, cfg, **kwargs)`; the method `custom_vjp(primals, cfg,
@@ -67,8 +68,8 @@ class Kernel(Generic[Cfg, Out]):
         fields: for each back end, the dotted names of the config fields that it reads; `None`: any.
 
     Raises:
-        ConfigError: a malformed name, another class that has the same name and version, or two definitions of
-            one gradient.
+        ConfigError: a malformed name or version, another class that has the same name and version, or a gradient
+            that is defined twice or by half.
 
     Example:
         >>> class Double(Kernel):
@@ -114,7 +115,12 @@ class Kernel(Generic[Cfg, Out]):
             if isinstance(config, type) and "config_cls" not in vars(cls):
                 cls.config_cls = config
         for suffix in ("", *_SUFFIXES):  # the other documented spelling
-            if "config_space" + suffix in vars(cls) and "candidate_cfgs" + suffix not in vars(cls):
+            if "config_space" + suffix in vars(cls):
+                if "candidate_cfgs" + suffix in vars(cls):
+                    raise ConfigError(
+                        f"{cls.__qualname__} defines candidate_cfgs{suffix} and config_space{suffix}: two spellings of "
+                        "one thing; expected one"
+                    )
                 setattr(cls, "candidate_cfgs" + suffix, vars(cls)["config_space" + suffix])
 
     # What subclasses define
@@ -133,7 +139,7 @@ class Kernel(Generic[Cfg, Out]):
 
     def candidate_cfgs(self, inv: Invocation) -> Iterable[Any]:
         """The configs that tuning tries."""
-        return (self.heuristic_cfg(inv),)
+        return (self.variant("heuristic_cfg", None, inv.platform)(inv),)
 
     def out_like(self, *args, **kwargs) -> Any:
         """Cheap JAX code whose results have the shapes, dtypes and shardings of `run`'s; `None`: ask `run`."""
@@ -236,6 +242,16 @@ def _register(kernel: Kernel) -> None:
     KERNELS[kernel.op_id_v] = kernel
 
 
+def require_kernel(kernel: Any) -> None:
+    """Refuses what is no kernel.
+
+    Raises:
+        TypeError: not a `Kernel`.
+    """
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"kernel is {kernel!r}; expected a Kernel: an instance, not its class or a function")
+
+
 def find_kernel(op_id_v: str) -> Kernel:
     """The kernel of a name; raises `ConfigError` where no such kernel was made in this process."""
     if op_id_v not in KERNELS:
@@ -267,3 +283,12 @@ def row_kinds(kernel: Kernel, count: int) -> Sequence[bool | str | None]:
 def is_float(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether an operand can have a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def __getattr__(name: str) -> Any:
+    """`Invocation` is documented under this module, too; it is made of kernels."""
+    if name == "Invocation":
+        from .invocation import Invocation
+
+        return Invocation
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

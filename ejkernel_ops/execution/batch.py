@@ -11,7 +11,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..config.selection import ConfigSelectorChain
 from ..core.kernel import Kernel
+from ..core.snapshot import current
 from ..utils.fingerprint import abstractify, is_array
 from ..utils.values import stable_json
 from .executor import Executor, default_executor
@@ -49,6 +51,9 @@ def vmap_with_config(kernel: Any, *others: Any, in_axes: Any = None, executor: E
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, tree, places = _axes_of(op, args, axes)
+
+        if op.rows is None:  # a loop over examples, each one call
+            _tune_first(run, op, _one_example(leaves, tree, places), kwargs)
 
         def one(*arrays):
             return run(op, *_filled(leaves, tree, places, arrays), **kwargs)
@@ -118,6 +123,7 @@ def pmap_with_config(
             kept = list(enumerate(None if i in shared else x for i, x in enumerate(rest)))
             specs = (PartitionSpec(axis),) * len(parts) + (PartitionSpec(),) * len(shared)
             programs[key] = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axis)))
+        _tune_first(run, op, _one_example(leaves, tree, places), kwargs)
         placed = [_put(x, mesh, PartitionSpec(axis)) for x in parts]
         return programs[key](*placed, *[_put(x, mesh, PartitionSpec()) for x in shared.values()])
 
@@ -139,6 +145,12 @@ def _sorted_out(name: str, first: Any, others: tuple, options: dict[str, Any]) -
         found[kind] = value
     if "kernel" not in found:
         raise TypeError(f"{name}: no kernel among the arguments; expected a Kernel, got {first!r}")
+    for key, kinds, expected in (
+        ("executor", Executor, "an Executor"), ("axis_name", str, "a name"),
+        ("in_axes", (int, tuple, list), "an int, or one entry for each argument"),
+    ):  # fmt: skip
+        if not isinstance(found.get(key), (kinds, type(None))):
+            raise TypeError(f"{name}: {key} is {found[key]!r}; expected {expected}")
     return {"executor": default_executor(), "in_axes": 0, "axis_name": "devices"} | found
 
 
@@ -170,6 +182,22 @@ def _filled(leaves: Sequence[Any], tree: Any, places: dict[int, int], arrays: Se
     """The arguments with arrays in the given places."""
     found = dict(zip(places, arrays))
     return jax.tree.unflatten(tree, [found.get(i, leaf) for i, leaf in enumerate(leaves)])
+
+
+def _one_example(leaves: Sequence[Any], tree: Any, places: dict[int, int]) -> tuple:
+    """The arguments of one example, or one device, as shapes."""
+    shapes = [
+        jax.ShapeDtypeStruct(tuple(np.delete(leaves[i].shape, axis).tolist()), leaves[i].dtype)
+        for i, axis in places.items()
+    ]
+    return _filled(leaves, tree, places, shapes)
+
+
+def _tune_first(run: Executor, kernel: Kernel, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Where calls are tuned when they are first made: now, for what follows is a trace, in which nothing is timed."""
+    chooser = run.chooser
+    if isinstance(chooser, ConfigSelectorChain) and chooser.policy_under(current()).tune_on_call:
+        run.choose_config(kernel, *args, **kwargs)
 
 
 def _devices(kernel: Kernel, devices: Sequence[Any] | None, parts: Sequence[Any]) -> list[Any]:

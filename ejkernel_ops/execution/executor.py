@@ -10,7 +10,7 @@ from ..config.cache import generation
 from ..config.selection import ConfigChooser, ConfigSelectorChain, default_selector
 from ..core.call import explicit_pairs
 from ..core.invocation import Invocation
-from ..core.kernel import Kernel
+from ..core.kernel import Kernel, require_kernel
 from ..core.primitive import call_kernel
 from ..core.snapshot import Snapshot, current, with_selector
 from ..errors import ConfigError
@@ -64,10 +64,12 @@ class Executor:
             ConfigError: a bad config, or an argument without a value-based form.
             UnsupportedError: the explicit back end cannot do the call.
         """
+        require_kernel(kernel)
         return call_kernel(kernel, args, kwargs, explicit_pairs(kernel, cfg), self._snapshot(), generation())
 
     def choose_config(self, kernel: Kernel, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         """The config that a call would get, without running it; arguments may be abstract."""
+        require_kernel(kernel)
         args, kwargs = kernel.prepare(*args, **kwargs)
         inv = Invocation(kernel, args, kwargs, override_cfg=dict(explicit_pairs(kernel, cfg)).get(kernel.op_id))
         if isinstance(self.chooser, ConfigSelectorChain):

@@ -28,7 +28,7 @@ def benchmark(fn: Callable, *args: Any, num_iters: int = 10, num_warmup: int = 3
         Milliseconds.
 
     Raises:
-        ValueError: fewer than one sample.
+        ValueError: fewer than one sample, or a negative number of warm-up calls.
 
     Example:
         >>> benchmark(lambda x: x + 1, 1.0, num_iters=3) >= 0

@@ -8,14 +8,15 @@ import jax
 
 from ..config.cache import Key
 from ..config.choice import parse_description
-from ..config.selection import ConfigSelectorChain, default_selector, heuristic
+from ..config.selection import ConfigSelectorChain, default_selector, heuristic, require_chain
 from ..core.invocation import Invocation
 from ..environment import recording
-from ..errors import EjkernelError, LabelError, UnsupportedError
+from ..errors import EjkernelError, LabelError, TuningError, UnsupportedError
 from ..registry import find_call, get_invocations
 from ..utils.fingerprint import device_fingerprint
 from ..utils.labelled import LABEL_ONLY
 from ..utils.meta import CallSite, call_sites, extract_labels_from_hlo_text, program_text, split_label
+from .measure import inside_trace
 from .result import AutotuningResult, Entry
 
 
@@ -38,8 +39,9 @@ def autotune_lowered(
         not tuned, and why.
 
     Raises:
-        LabelError: no program; with `strict`, a label of a call that was not recorded here.
-        TuningError: with `strict`, a call whose candidates all fail.
+        ConfigError: the selector is none.
+        LabelError: no program, or a compiled one; with `strict`, a label of a call that was not recorded here.
+        TuningError: inside a trace; with `strict`, a call whose heuristic config does not run.
         UnsupportedError: `sync` with several processes.
 
     Example:
@@ -51,6 +53,7 @@ def autotune_lowered(
     """
     if lowered is None:
         selector, lowered = default_selector(), selector
+    require_chain(selector)
     if sync and jax.process_count() > 1:
         raise UnsupportedError(
             "sync=True with several processes is not supported yet: tune in one, load its file in all"
@@ -101,12 +104,17 @@ def autotune_recorded(selector: Any = None) -> AutotuningResult:
     Returns:
         As `autotune_lowered`.
 
+    Raises:
+        ConfigError: neither a selector nor recorded calls.
+        TuningError: inside a trace, where nothing can be timed.
+
     Example:
         >>> autotune_recorded({}).entries
         ()
     """
-    chain = selector if isinstance(selector, ConfigSelectorChain) else default_selector()
-    invocations = selector if isinstance(selector, dict) else get_invocations()
+    recorded = isinstance(selector, dict)
+    chain = require_chain(default_selector() if selector is None or recorded else selector)
+    invocations = selector if recorded else get_invocations()
     device, calls = device_fingerprint(), []
     for op_id_v, by_key in invocations.items():
         for call_key, (kernel, args, kwargs) in by_key.items():
@@ -119,6 +127,8 @@ def autotune_recorded(selector: Any = None) -> AutotuningResult:
 def _tune(
     selector: ConfigSelectorChain, device: str, calls: list, skipped: list[tuple[str, str]], strict: bool
 ) -> AutotuningResult:
+    if calls and inside_trace():
+        raise TuningError("tuning inside a trace would time nothing; tune outside jit, grad and vmap")
     entries = []
     selector.emit("tuning_start", total=len(calls))
     for index, (label, key, inv, count, executions) in enumerate(calls):
@@ -146,7 +156,8 @@ def _stored(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: d
 
 def _tuned(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: dict[str, Any]) -> Entry:
     tuned = selector.tuner.tune(inv, on_event=selector.emit)
-    if tuned.compared:
+    compared = getattr(tuned, "compared", True)
+    if compared:
         selector.store(key, tuned.cfg)
     return Entry(
         key.op_id_v,
@@ -155,7 +166,7 @@ def _tuned(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: di
         heuristic=tuned.heuristic,
         heuristic_ms=tuned.heuristic_ms,
         ms=tuned.ms,
-        source="tuned" if tuned.compared else "heuristic",
+        source="tuned" if compared else "heuristic",
         trials=tuned.trials,
         **numbers,
     )

@@ -40,8 +40,12 @@ class Entry:
         heuristic: the config without tuning.
         heuristic_ms: its time, in milliseconds.
         ms: the time of `cfg`, measured in the same rounds.
-        source: `"tuned"`, the cache that it came from, or `"heuristic"` where every other config failed.
+        source: `"tuned"`, the cache that it came from, or `"heuristic"` where every other config failed
+            or did not pay in the whole step.
         trials: all that was tried.
+
+    Raises:
+        ConfigError: no config.
 
     Example:
         >>> Entry("matmul@v1", "0123456789abcdef", 32, heuristic_ms=3.0, ms=2.0).gain
@@ -60,6 +64,10 @@ class Entry:
     ms: float | None = None
     source: str = "tuned"
     trials: tuple[Trial, ...] = ()
+
+    def __post_init__(self):
+        if self.cfg is None:
+            raise ConfigError(f"cfg of {self.op_id_v}:{self.call_key} is None; expected a config")
 
     @property
     def gain(self) -> float | None:

@@ -14,7 +14,7 @@ import numpy as np
 from ..config.selection import heuristic, why_illegal
 from ..core.call import explicit_pairs
 from ..core.invocation import Invocation
-from ..core.kernel import Kernel
+from ..core.kernel import Kernel, require_kernel
 from ..errors import ConfigError, TuningError
 from ..utils.fingerprint import is_array
 from .check import Reference, compiled
@@ -32,13 +32,14 @@ class Autotuner:
 
     Args:
         num_warmup: calls of each candidate before it is timed.
-        num_iters: rounds in which the candidates take turns; the finalists get twice as many.
-        min_gain: how much faster than the heuristic a config must be to replace it.
+        num_iters: all candidates take turns in a third as many rounds (at least 3), then the finalists in twice as
+            many.
+        min_gain: part of the heuristic's time that a config must save to replace it.
         finalists: how many go into the last rounds, the heuristic not counted.
         budget_s: seconds for one call; when they are over the best so far is taken. `None`: no limit.
 
     Raises:
-        ValueError: a count below 1 or a negative gain.
+        ValueError: a count below 1 (of warm-up calls: below 0) or a negative gain.
 
     Example:
         >>> Autotuner(num_iters=5).num_iters
@@ -81,7 +82,7 @@ class Autotuner:
             The winner and all trials.
 
         Raises:
-            TuningError: not even the heuristic config could be run.
+            TuningError: the heuristic config could not be run, or tuning inside a trace.
         """
         if inside_trace():
             raise TuningError(f"tuning {inv!r} inside a trace would time nothing; tune outside jit, grad and vmap")
@@ -198,18 +199,19 @@ def autotune(
 
     Args:
         kernel: the kernel.
-        *args: its arguments; arrays are used as they are, abstract ones are made up.
+        *args: its arguments; arrays are used as they are; where one is abstract, all are made up.
         configs: configs to try besides the heuristic one; default the kernel's candidates.
         num_warmup: calls of each candidate before it is timed.
-        num_iters: rounds of timing.
+        num_iters: rounds of timing, as in `Autotuner`.
         **kwargs: the call's keyword arguments.
 
     Returns:
-        The fastest config that computes the right numbers.
+        The fastest config that computes the right numbers; the heuristic one where none is clearly faster.
 
     Raises:
-        TuningError: not even the heuristic config could be run.
-        ConfigError: a config of another type than the kernel's.
+        TuningError: the heuristic config could not be run, or tuning inside a trace.
+        ConfigError: a config of another type than the kernel's, or `None`.
+        ValueError: `num_iters` is below 1, or `num_warmup` below 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -217,6 +219,7 @@ def autotune(
         >>> autotune(LINEAR, jnp.ones((8, 3)), jnp.ones((3, 4)), num_iters=1).backend
         'xla'
     """
+    require_kernel(kernel)
     configs = None if configs is None else list(configs)
     for cfg in configs or ():
         if cfg is None:

@@ -105,7 +105,7 @@ def sharding_fingerprint(x: Any) -> str | None:
 
     Returns:
         `"single"` where each device has all of it, else the mesh axes with their sizes and the partition of each
-        array axis; never a device id.
+        array axis (of a sharding without a mesh, its type and the shape of a part); never a device id.
 
     Example:
         >>> import jax.numpy as jnp

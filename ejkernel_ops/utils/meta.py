@@ -45,6 +45,8 @@ def label(op_id_v: str, call_hash: str | None = None, prefix: str | None = None)
         >>> find_labels_in_lowered(jax.jit(my_norm).lower(jnp.ones(3)))[0].rpartition(":")[0]
         'ejkernel_ops#my_norm@v1'
     """
+    if not isinstance(op_id_v, str):
+        raise LabelError(f'op_id_v is {op_id_v!r}; expected a name: @label("my_op") on a function')
     if call_hash is None:
         named = op_id_v if "@" in op_id_v else f"{op_id_v}@v1"
         label(named, "0" * 16, prefix)  # what is malformed is an error here, not where the function is called
@@ -71,6 +73,9 @@ def extract_labels_from_hlo_text(text: str, prefix: str | None = None) -> list[s
 
     Returns:
         Labels.
+
+    Raises:
+        LabelError: a malformed prefix.
 
     Example:
         >>> extract_labels_from_hlo_text('x = "ejkernel_ops#matmul@v1:1a2b3c4d5e6f7081"')
@@ -107,7 +112,7 @@ def find_labels_in_lowered(lowered: Any, prefix: str | None = None) -> list[str]
         Labels.
 
     Raises:
-        LabelError: not a program.
+        LabelError: not a program, or a malformed prefix.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -241,6 +246,7 @@ def labels_to_configs(lowered: Any, selector: Any = None, prefix: str | None = N
         `(label, config)` pairs, `None` where nothing is stored.
 
     Raises:
+        ConfigError: the selector is none.
         LabelError: not a program, or a malformed label in a list.
 
     Example:
@@ -248,10 +254,10 @@ def labels_to_configs(lowered: Any, selector: Any = None, prefix: str | None = N
         [('ejkernel_ops#linear@v1:0123456789abcdef', None)]
     """
     from ..config.cache import Key
-    from ..config.selection import default_selector
+    from ..config.selection import default_selector, require_chain
     from .fingerprint import device_fingerprint
 
-    selector = default_selector() if selector is None else selector
+    selector = require_chain(default_selector() if selector is None else selector)
     is_list = isinstance(lowered, Iterable) and not isinstance(lowered, str)
     labels = list(lowered) if is_list else find_labels_in_lowered(lowered, prefix)
     pairs = []

@@ -10,6 +10,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from ejkernel_ops import AttentionConfig, ConfigError
+from ejkernel_ops.kernels.config import explicit_config
 
 from ..functional import at_path, attend
 
@@ -39,6 +40,9 @@ class KernelAttention:
     config: AttentionConfig | None = None
     backend: str | None = None
     path: str | None = None
+
+    def __post_init__(self):
+        explicit_config(AttentionConfig, self.config, None, self.backend)  # what is wrong with them is an error now
 
     def __call__(
         self,
@@ -96,7 +100,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         **kwargs: as `nnx.MultiHeadAttention`, `attention_fn` excepted.
 
     Raises:
-        ConfigError: `attention_fn` is given, or `config` is of another type.
+        ConfigError: `attention_fn` is given, or a config of another type or for another back end.
 
     Example:
         >>> layer = MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))

@@ -9,6 +9,7 @@ from flax.nnx.nn import dtypes
 from jax import lax
 
 from ejkernel_ops import LinearConfig, linear
+from ejkernel_ops.kernels.config import explicit_config
 
 from ..functional import at_path
 
@@ -54,6 +55,7 @@ class Linear(nnx.Linear):
 
     def pin(self, **fields: Any) -> None:
         """Changes `config`, `backend` or `path`; jitted functions that take the module retrace once."""
+        explicit_config(LinearConfig, fields.get("config"), None, fields.get("backend"))  # an error now, not later
         names = {"path": "kernel_path"}
         for name, value in fields.items():
             name = names.get(name, name)

@@ -20,12 +20,12 @@ class AttentionConfig(OpConfig):
     """Back end and tile sizes of `flash_attention`; a field left `None` inherits.
 
     Args:
-        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`.
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which `flash_attention` has `"xla"` so far.
         fwd: `q_blocksize` and `kv_blocksize` of the forward kernel, in rows.
         bwd: the same of the backward kernel.
 
     Raises:
-        ConfigError: a field of the wrong type.
+        ConfigError: a field of the wrong type, or an unknown back end.
 
     Example:
         >>> AttentionConfig(backend="xla", fwd=FwdParams(q_blocksize=256, kv_blocksize=256)).fwd.q_blocksize

@@ -47,11 +47,12 @@ def flash_attention(
     backend: str | None = None,
     cfg: AttentionConfig | None = None,
 ) -> Any:
-    """Scaled dot-product attention in memory linear in the lengths, differentiable in every float argument.
+    """Scaled dot-product attention in memory linear in the lengths, differentiable in every float array.
 
     Logits are `softmax_scale * query @ key`, then soft-capped, then biased, then masked; the softmax is in
-    float32. All masks intersect. A query that may see nothing gives 0 and a log-sum-exp of -inf, and no
-    gradient anywhere.
+    float32 (float64 for float64 inputs). All masks intersect. A query that may see nothing gives 0 and a
+    log-sum-exp of -inf, and no gradient anywhere; with `sinks`, a log-sum-exp that is its head's sink, with a
+    gradient of the sink alone.
 
     Args:
         query: `(batch, q_len, num_heads, head_dim)`.
@@ -72,14 +73,16 @@ def flash_attention(
         kv_segment_ids: the same for keys.
         kv_lengths: number of valid keys of each example, int32.
         sinks: a logit for each query head that takes part in the softmax and has no value.
-        dropout_rate: probability of dropping a probability.
+        dropout_rate: probability of dropping a probability; those kept are divided by `1 - dropout_rate`. The bits
+            are Philox of (seed of the example, head, query, key), so they do not depend on block sizes.
         dropout_rng: JAX PRNG key; needed if `dropout_rate` is positive.
         return_lse: also return the log-sum-exp of the logits.
-        deterministic: gradients are the same bits in each run; `False` allows faster ways.
+        deterministic: gradients are the same bits in each run; `False` allows faster ways, of which there are none
+            so far.
         context_axis: mesh axis over which the length is split; not supported yet.
         precision: of the products, as in `jax.lax.Precision`; default JAX's.
         config: back end and tile sizes; what it leaves open is chosen.
-        backend: `"triton"`, `"pallas"`, `"cudnn"`, `"xla"` or `None` for the best one.
+        backend: `"xla"`, the only one so far, or `None` for the best one.
         cfg: another spelling of `config`.
 
     Returns:
@@ -89,8 +92,8 @@ def flash_attention(
     Raises:
         ValueError: shapes or options that do not fit together.
         TypeError: an argument of the wrong type: a mask that is not bool, query, key and value of different types.
-        ConfigError: a config with a field that its back end lacks.
-        UnsupportedError: a back end that cannot do the call.
+        ConfigError: a config of another type, or with a field that its back end lacks; both `config` and `cfg`.
+        UnsupportedError: a back end that cannot do the call, or a `context_axis`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -98,7 +101,10 @@ def flash_attention(
         >>> flash_attention(q, k[:, :, :2], v[:, :, :2], causal=True).shape
         (2, 5, 4, 8)
 
-    Source: Dao, "FlashAttention-2", arXiv:2307.08691; Rabe and Staats, arXiv:2112.05682.
+    Source: blocks that are computed again for gradients: FlashAttention, Dao et al. 2022, arXiv:2205.14135, and Rabe
+    and Staats 2021, arXiv:2112.05682; division by the sum at the end, and the log-sum-exp alone saved:
+    FlashAttention-2, Dao 2023, arXiv:2307.08691; online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867;
+    the bits of dropout, Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     if context_axis is not None:
         raise UnsupportedError(

@@ -23,12 +23,12 @@ class LinearConfig(OpConfig):
     """Back end and tile sizes of `linear`; a field left `None` inherits.
 
     Args:
-        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`.
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which `linear` has `"xla"` so far.
         fwd: `blocksize_m` of the forward kernel, in rows of `x`.
         bwd: the same of the backward kernel.
 
     Raises:
-        ConfigError: a field of the wrong type.
+        ConfigError: a field of the wrong type, or an unknown back end.
 
     Example:
         >>> LinearConfig(fwd=FwdParams(blocksize_m=512)).fwd.blocksize_m

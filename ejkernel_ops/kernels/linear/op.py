@@ -29,7 +29,7 @@ def linear(
 ) -> Float[Array, "*rows out_features"]:
     """A linear map over the last axis, with bias and activation.
 
-    Sums, bias and activation are in float32 (float64 for float64 inputs).
+    Sums, bias and activation are in float32 (float64 for float64 inputs). Differentiable in `x`, `weight` and `bias`.
 
     Args:
         x: `(..., in_features)`.
@@ -40,22 +40,25 @@ def linear(
         preferred_element_type: type of the result; default the common type of `x` and `weight`.
         precision: of the product, as in `jax.lax.Precision`; default JAX's.
         config: back end and tile sizes; what it leaves open is chosen.
-        backend: `"triton"`, `"pallas"`, `"xla"` or `None` for the best one.
+        backend: `"xla"`, the only one so far, or `None` for the best one.
         cfg: another spelling of `config`.
 
     Returns:
         `(..., out_features)`.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown activation or layout.
+        ValueError: shapes that do not fit, an unknown activation, layout or precision.
         TypeError: arguments that are no floats.
-        ConfigError: a config with a field that its back end lacks.
+        ConfigError: a config of another type, or with a field that its back end lacks; both `config` and `cfg`.
         UnsupportedError: a back end that cannot do the call.
 
     Example:
         >>> import jax.numpy as jnp
         >>> linear(jnp.ones((2, 5, 3)), jnp.ones((3, 4)), jnp.ones(4), activation="relu")[0, 0, 0].item()
         4.0
+
+    Source: the definition, `activation(x @ weight + bias)`. GELU: Hendrycks and Gimpel 2016, arXiv:1606.08415; SiLU:
+    Elfwing, Uchibe and Doya 2017, arXiv:1702.03118.
     """
     if weight_layout not in ("io", "oi"):
         raise ValueError(f"weight_layout is {weight_layout!r}; expected 'io' (in, out) or 'oi' (out, in)")
