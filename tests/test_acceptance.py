@@ -290,7 +290,8 @@ print(json.dumps([result.digest, hashlib.sha256(text.encode()).hexdigest()]))
 
 def test_processes_that_take_one_result_run_one_program(tmp_path):
     def run(role):
-        env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "EJKERNEL_CACHE_DIR": str(tmp_path / role)}
+        paths = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
+        env = os.environ | {"PYTHONPATH": paths, "EJKERNEL_CACHE_DIR": str(tmp_path / role)}
         command = [sys.executable, "-c", SCRIPT, tmp_path / "result.json", role]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=tmp_path)
         assert done.returncode == 0, done.stderr

@@ -130,6 +130,7 @@ def test_kernels_with_two_names_or_a_taken_one_are_refused():
 # Candidates
 
 
+@pytest.mark.cpu
 def test_candidates_are_spelled_either_way():
     class Canonical(Own):
         def candidate_cfgs(self, inv):
@@ -198,6 +199,7 @@ def test_back_end_of_the_config_picks_the_variant(backend):
     close(np.asarray(type("Picked", (Picked,), others)(f"forms_pick_{backend}")(X)), X + 1)
 
 
+@pytest.mark.cpu
 def test_heuristics_and_candidates_have_variants_and_prepare_comes_first():
     class Varied(Own):
         name = "forms_varied"
@@ -798,6 +800,7 @@ def test_configs_of_labels_refuse_what_is_no_selector():
 # Devices, keys, serialization
 
 
+@pytest.mark.cpu
 def test_devices_have_one_of_three_kinds_and_languages():
     assert (device_kind(), get_device_platform()) == ("cpu", "xla")
     assert [get_device_platform(name) for name in ("cuda", "rocm", "gpu")] == ["triton"] * 3

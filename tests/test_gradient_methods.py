@@ -211,6 +211,7 @@ def test_each_direction_takes_its_own_config():
     assert jax.value_and_grad(lambda x: TELLING(x, cfg=pinned))(one) == (2, 4)
 
 
+@pytest.mark.cpu
 def test_variants_of_gradient_methods_follow_the_device():
     class Variants(Gradients):
         def run_xla(self, x, *, cfg):

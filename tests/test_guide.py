@@ -169,6 +169,7 @@ class Platforms(Kernel[Tiles, jax.Array]):
 PLATFORMS = Platforms()
 
 
+@pytest.mark.cpu
 def test_hardware_decides_which_method_runs():
     np.testing.assert_allclose(PLATFORMS(ONES), ONES + 333)
     for platform, number in {"cpu": "3.33", "cuda": "1.11", "tpu": "2.22"}.items():
@@ -176,6 +177,7 @@ def test_hardware_decides_which_method_runs():
         assert [n for n in ("1.11", "2.22", "3.33", "4.44") if f"dense<{n}" in text] == [number]
 
 
+@pytest.mark.cpu
 def test_run_is_what_other_hardware_falls_back_to():
     class Fallback(Kernel):
         def run_triton(self, x, *, cfg):
@@ -414,6 +416,7 @@ def test_parameter_containers_hold_what_they_were_given():
 # Utilities
 
 
+@pytest.mark.cpu
 def test_devices_have_a_kind_a_kernel_language_and_a_name():
     assert (device_kind(), get_device_platform()) == ("cpu", "xla")
     assert [get_device_platform(p) for p in ("cuda", "tpu", "cpu")] == ["triton", "pallas", "xla"]
@@ -630,6 +633,7 @@ def test_only_recorded_calls_are_tuned(monkeypatch):
     assert [e.cfg for e in result.entries] == [Tiles(42)]
 
 
+@pytest.mark.cpu
 def test_calls_with_functions_among_their_arguments_are_tuned():
     class Mapped(Kernel[Tiles, jax.Array]):
         name = "guide_mapped"

@@ -108,7 +108,7 @@ def test_loaded_calls_are_the_saved_ones_in_both_directions(tmp_path):
     None, True, 1, 2.5, float("inf"), float("-0.0"), 1j, "text", np.dtype("bfloat16"), Mode.FAST,
     (1, (2, "a")), [1, [2]], {"a": (None,), "b": 1}, frozenset({"x", 1}), Options(Mode.FAST),
     {"array": [["nested", {"dict": 1}]]},
-], ids=repr)  # fmt: skip
+])  # fmt: skip
 def test_static_values_come_back_equal_and_of_their_type(value, tmp_path):
     inv = Invocation(STATIC, (X,), {"value": value})
     record_invocation(STATIC, inv)
@@ -156,7 +156,7 @@ def test_a_fresh_process_tunes_a_model_from_the_saved_calls_alone(tmp_path):
     file, out = saved(tmp_path), tmp_path / "result.json"
     done = subprocess.run(
         [sys.executable, "-c", TUNE, file, out], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = AutotuningResult.load(out)

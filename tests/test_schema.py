@@ -44,7 +44,7 @@ NESTED = Nested(Tile(3, frozenset({"b", "a", "c"})), (1, 2), 0.5, {"z": Tile(1),
 @pytest.mark.parametrize("config", [
     FwdParams(q_blocksize=128, num_warps=4), BwdParams(), AttentionConfig(backend="xla", fwd=FwdParams(num_stages=2)),
     NESTED, Changed(3), 7, "text", 2.5, True, [1, 2], {"a": 1, "b": None},
-], ids=repr)  # fmt: skip
+])  # fmt: skip
 def test_what_is_written_is_read_back_equal_and_typed(config):
     found = from_json(to_json(config), type(config))
     assert found == config

@@ -38,17 +38,12 @@ def stable_json(obj: Any, *, where: str = "value") -> str:
         >>> stable_json({"b": 1, "a": (2,)}) == stable_json({"a": (2,), "b": 1})
         True
     """
-    return json.dumps(_form(obj, where), sort_keys=True, separators=(",", ":"))
+    return json.dumps(value_form(obj, where), sort_keys=True, separators=(",", ":"))
 
 
 def short_hash(text: str) -> str:
     """The first 16 hex digits of the text's SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def value_form(obj: Any, where: str) -> Any:
-    """The JSON data of `stable_json`."""
-    return _form(obj, where)
 
 
 def value_of(form: Any) -> Any:
@@ -155,14 +150,14 @@ def _importable_name(obj: Any) -> str | None:
 def _callable_form(fn: Any, where: str) -> Any:
     if isinstance(fn, functools.partial):
         parts = {"func": fn.func, "args": fn.args, "keywords": fn.keywords}
-        return {"partial": _form(parts, where)}
+        return {"partial": value_form(parts, where)}
     name = _importable_name(fn)
     if isinstance(fn, types.FunctionType):
         return _function_form(fn, name, where)
     if name is not None:
         return {"object": name}
     if isinstance(fn, types.MethodType):
-        return {"method": _form([fn.__func__, fn.__self__], where)}
+        return {"method": value_form([fn.__func__, fn.__self__], where)}
     raise ConfigError(
         f"{where} is {fn!r}, which has no value-based form, so calls with different values of it could "
         "not be told apart; pass a function, a functools.partial or a frozen dataclass"
@@ -180,7 +175,7 @@ def _function_form(fn: types.FunctionType, name: str | None, where: str) -> Any:
     try:
         if name is None or fn.__module__ == "__main__":  # a library's function is known by its name and code
             parts.append({n: fn.__globals__[n] for n in _global_names(fn.__code__) if n in fn.__globals__})
-        values = _form(parts, f"{where}, by a value that {fn.__qualname__} reads,")
+        values = value_form(parts, f"{where}, by a value that {fn.__qualname__} reads,")
     finally:
         open_now.discard(id(fn))
     return {"function": [name, fn.__module__], "code": _code_digest(fn.__code__), "values": values}
@@ -198,7 +193,7 @@ def _global_names(code: types.CodeType) -> list[str]:
     return sorted(names)
 
 
-def _form(obj: Any, where: str) -> Any:  # one branch for each kind of value
+def value_form(obj: Any, where: str) -> Any:  # one branch for each kind of value
     """JSON data that is equal exactly where values are equal; refuses what has no such form."""
     if obj is None or isinstance(obj, (bool, str)):
         return obj
@@ -221,16 +216,16 @@ def _form(obj: Any, where: str) -> Any:  # one branch for each kind of value
         dtype = _as_dtype(obj)
         return {"dtype": dtype.name} if dtype is not None else {"type": f"{obj.__module__}:{obj.__qualname__}"}
     if dataclasses.is_dataclass(obj):
-        fields = {f.name: _form(getattr(obj, f.name), f"{where}.{f.name}") for f in dataclasses.fields(obj)}
+        fields = {f.name: value_form(getattr(obj, f.name), f"{where}.{f.name}") for f in dataclasses.fields(obj)}
         return {"dataclass": f"{type(obj).__module__}:{type(obj).__qualname__}", "fields": fields}
     if isinstance(obj, (tuple, list)):
         kind = "tuple" if isinstance(obj, tuple) else "list"
-        return {kind: [_form(x, f"{where}[{i}]") for i, x in enumerate(obj)]}
+        return {kind: [value_form(x, f"{where}[{i}]") for i, x in enumerate(obj)]}
     if isinstance(obj, Mapping):
-        items = [[_form(k, f"{where} key"), _form(v, f"{where}[{k!r}]")] for k, v in obj.items()]
+        items = [[value_form(k, f"{where} key"), value_form(v, f"{where}[{k!r}]")] for k, v in obj.items()]
         return {"dict": sorted(items, key=lambda kv: json.dumps(kv[0], sort_keys=True))}
     if isinstance(obj, (set, frozenset)):
-        return {"set": sorted((_form(x, where) for x in obj), key=lambda x: json.dumps(x, sort_keys=True))}
+        return {"set": sorted((value_form(x, where) for x in obj), key=lambda x: json.dumps(x, sort_keys=True))}
     if callable(obj):
         return _callable_form(obj, where)
     raise ConfigError(
