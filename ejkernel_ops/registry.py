@@ -22,6 +22,7 @@ from .core.kernel import find_kernel, require_kernel
 from .core.snapshot import Snapshot
 from .environment import recording
 from .errors import CacheFormatError, ConfigError
+from .utils.files import replace_file
 from .utils.fingerprint import device_fingerprint
 from .utils.values import value_form, value_of
 
@@ -139,9 +140,7 @@ def save_invocations(path: str | os.PathLike, device: str | None = None) -> None
         >>> import tempfile, os
         >>> save_invocations(os.path.join(tempfile.mkdtemp(), "calls.json"))
     """
-    path, device = Path(path), device or device_fingerprint()
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot save to {path}: the folder {path.parent} does not exist")
+    device = device or device_fingerprint()
     with _lock:
         found = [(key, inv) for key, inv in _calls.items() if key.device == device and key not in _hidden]
     calls = []
@@ -153,12 +152,7 @@ def save_invocations(path: str | os.PathLike, device: str | None = None) -> None
             warnings.warn(f"{key.op_id_v}:{key.call_key} is not saved: {error}", stacklevel=2)
         else:
             calls.append(plain)
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        part.write_text(json.dumps({"format": _FORMAT, "schema": _SCHEMA, "calls": calls}, indent=1), encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    replace_file(path, json.dumps({"format": _FORMAT, "schema": _SCHEMA, "calls": calls}, indent=1))
 
 
 def load_invocations(path: str | os.PathLike, *, device: str | None = None) -> None:

@@ -401,6 +401,21 @@ def test_prepare_makes_equal_calls_of_different_spellings():
     assert len(find_labels_in_lowered(lowered)) == 1
 
 
+@pytest.mark.parametrize(("methods", "wanted"), [
+    ("triton cudnn pallas xla gpu tpu cpu", "triton pallas xla"),
+    ("cudnn xla gpu tpu cpu", "cudnn tpu xla"),
+    ("gpu tpu cpu", "gpu tpu cpu"),
+    ("cudnn xla", "cudnn xla xla"),
+    ("pallas xla", "xla pallas xla"),
+    ("xla", "xla xla xla"),
+])  # fmt: skip
+def test_without_a_back_end_in_the_config_the_device_picks_the_method(methods, wanted):
+    kernel = type("Picked", (Own,), {f"run_{m}": lambda self, x, *, cfg: x for m in methods.split()})
+    kernel = kernel("test_picked_" + methods.replace(" ", "_"))
+    for platform, name in zip(("cuda", "tpu", "cpu"), wanted.split()):
+        assert kernel.variant("run", None, platform) == getattr(kernel, f"run_{name}")
+
+
 def test_what_cannot_be_called_says_so():
     with pytest.raises(TypeError, match=r"test_scaled@v1: missing a required argument: 'scale'.*\(x, scale"):
         scaled(X)

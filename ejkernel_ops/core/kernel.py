@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ConfigError, UnsupportedError
-from ..utils.fingerprint import get_device_platform, platform_kind
+from ..utils.fingerprint import platform_kind
 from ..utils.values import stable_json
 from .types import Cfg, Out
 
@@ -27,6 +27,7 @@ _PLATFORMS = ("gpu", "tpu", "cpu")
 _SUFFIXES = tuple(f"_{s}" for s in (*BACKENDS, *_PLATFORMS))
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _VERSION = re.compile(r"[A-Za-z0-9_.-]{1,32}")
+_AUTOMATIC = {"gpu": ("triton", "cudnn", "gpu"), "tpu": ("pallas", "tpu"), "cpu": ("xla", "cpu")}
 _WHERE = {"triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu", "gpu"), "xla": _PLATFORMS}
 
 KERNELS: dict[str, Kernel] = {}  # op_id_v -> kernel: what results and cache entries may name
@@ -179,7 +180,7 @@ class Kernel(Generic[Cfg, Out]):
     def variant(self, name: str, backend: str | None, platform: str | None) -> Any:
         """The method `name_<suffix>` for a back end, or for a platform, else `name` itself."""
         plain = getattr(self, name, None)
-        suffixes = [backend] if backend else [get_device_platform(platform), platform_kind(platform)]
+        suffixes = [backend] if backend else list(_AUTOMATIC[platform_kind(platform)])
         if backend is None and (plain is None or (name == "run" and type(self).run is Kernel.run)):
             suffixes.append("xla")  # every platform compiles it
         for suffix in suffixes:

@@ -19,6 +19,7 @@ from ..config.schema import from_plain, leaf_fields, parse_json, to_json
 from ..core.kernel import find_kernel
 from ..core.snapshot import Reentrant, entered, overlay_digest, with_overlay
 from ..errors import CacheFormatError, ConfigError
+from ..utils.files import replace_file
 from ..utils.fingerprint import device_fingerprint
 from .trial import Trial
 
@@ -250,15 +251,7 @@ class AutotuningResult(Reentrant):
             FileNotFoundError: the folder does not exist.
             ConfigError: as `dumps`.
         """
-        path = Path(path)
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"cannot save to {path}: the folder {path.parent} does not exist")
-        part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            part.write_text(self.dumps(), encoding="utf-8")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        replace_file(path, self.dumps())
 
     @classmethod
     def load(cls, path: str | os.PathLike, *, allow_other_device: bool = False) -> AutotuningResult:
