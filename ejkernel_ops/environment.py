@@ -60,13 +60,15 @@ def label_prefix(prefix: str | None = None) -> str:
 
 
 def _read(name: str) -> str | None:
-    _warn_of_unknown(tuple(n for n in os.environ if n.startswith("EJKERNEL_OPS_") and n not in VARIABLES))
+    _warn_of_unknown(len(os.environ))
     return os.environ.get(name)
 
 
-@functools.lru_cache(maxsize=64)  # once for each set of them
-def _warn_of_unknown(names: tuple[str, ...]) -> None:
-    for name in names:
+@functools.lru_cache(maxsize=64)  # once while as many are set: this is read with every call that is lowered
+def _warn_of_unknown(count: int) -> None:
+    for name in os.environ:
+        if not name.startswith("EJKERNEL_OPS_") or name in VARIABLES:
+            continue
         near = difflib.get_close_matches(name, VARIABLES, 1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(VARIABLES)}"
         warnings.warn(f"the environment variable {name} is not known and has no effect; {hint}", stacklevel=4)
