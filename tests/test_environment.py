@@ -1,6 +1,5 @@
 """Environment variables are checked where they are read, and unknown ones do not pass unseen."""
 
-import warnings
 from pathlib import Path
 
 import platformdirs
@@ -44,9 +43,6 @@ def test_unknown_variables_are_a_warning_with_a_hint(monkeypatch):
         recording()
     recording()  # once
     monkeypatch.setenv("EJKERNEL_OPS_STAMP", "json")
-    with (
-        pytest.warns(UserWarning, match=r"EJKERNEL_OPS_STAMP is not known and has no effect"),
-        warnings.catch_warnings(),
-    ):
-        warnings.filterwarnings("ignore", message="the environment variable EJKERNEL_OPS_RECORDS")
+    with pytest.warns(UserWarning, match="not known") as caught:
         label("a@v1", "0" * 16)
+    assert any("EJKERNEL_OPS_STAMP is not known and has no effect" in str(w.message) for w in caught)
