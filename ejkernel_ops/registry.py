@@ -9,14 +9,11 @@ import os
 import threading
 import warnings
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
-
-import jax
 
 from .config.cache import Key
 from .config.schema import parse_json
-from .core.call import make_call
+from .core.call import call_like
 from .core.invocation import Invocation
 from .core.kernel import find_kernel, require_kernel
 from .core.snapshot import Snapshot
@@ -27,6 +24,7 @@ from .utils.fingerprint import device_fingerprint
 from .utils.values import value_form, value_of
 
 _LIMIT = 4096
+_MAX_BYTES = 64 << 20
 _FORMAT, _SCHEMA = "ejkernel_ops.invocations", 1
 _calls: OrderedDict[Key, Invocation] = OrderedDict()  # never emptied: JAX does not lower a call twice
 _hidden: set[Key] = set()
@@ -38,8 +36,13 @@ def record(inv: Invocation) -> None:
     if not recording():
         return
     if inv.call is not None:  # overlays of the moment are no part of what was called
-        inv.call = dataclasses.replace(inv.call, snapshot=Snapshot(), explicit=())
+        inv.call = _bare(inv.call)
     _keep(Key(inv.device_fingerprint, inv.op_id_v, inv.call_key), inv)
+
+
+def _bare(call: Any) -> Any:
+    forward = None if call.forward is None else _bare(call.forward)
+    return dataclasses.replace(call, snapshot=Snapshot(), explicit=(), forward=forward)
 
 
 def _keep(key: Key, inv: Invocation) -> None:
@@ -147,7 +150,7 @@ def save_invocations(path: str | os.PathLike, device: str | None = None) -> None
     for key, inv in found:
         try:
             plain = _to_plain(key, inv)
-            _from_plain(plain)
+            _from_plain(parse_json(json.dumps(plain)))
         except (ConfigError, CacheFormatError) as error:
             warnings.warn(f"{key.op_id_v}:{key.call_key} is not saved: {error}", stacklevel=2)
         else:
@@ -158,7 +161,8 @@ def save_invocations(path: str | os.PathLike, device: str | None = None) -> None
 def load_invocations(path: str | os.PathLike, *, device: str | None = None) -> None:
     """Records the calls of a file that `save_invocations` wrote, so that `autotune_recorded` can tune them.
 
-    Nothing of the file is run and nothing is imported: the kernels must have been made in this process.
+    Nothing is imported: the kernels must have been made in this process, and so must the types of static arguments,
+    which may be enums and frozen dataclasses.
 
     Args:
         path: the file.
@@ -175,7 +179,11 @@ def load_invocations(path: str | os.PathLike, *, device: str | None = None) -> N
         >>> save_invocations(path); load_invocations(path)
     """
     try:
-        body = parse_json(Path(path).read_bytes())
+        with open(path, "rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise CacheFormatError(f"larger than {_MAX_BYTES >> 20} MiB")
+        body = parse_json(text)
         if not isinstance(body, dict) or body.get("format") != _FORMAT:
             raise CacheFormatError("not saved invocations: the field 'format' is missing or another")
         if body.get("schema") != _SCHEMA:
@@ -183,7 +191,7 @@ def load_invocations(path: str | os.PathLike, *, device: str | None = None) -> N
         calls = [_from_plain(plain) for plain in body["calls"]]
     except CacheFormatError as error:
         raise CacheFormatError(f"{path}: {error}") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, ConfigError):
             raise
         raise CacheFormatError(f"{path}: damaged: {type(error).__name__}: {error}") from None
@@ -201,38 +209,31 @@ def _to_plain(key: Key, inv: Invocation) -> dict[str, Any]:
         "key": key.call_key,
         "platform": inv.platform,
         "arguments": [[name, value_form(value, f"argument {name!r}")] for name, value in inv.arguments.items()],
-        "needs": value_form(inv.needs, "needs") if call is None or call.needs is None else list(call.needs),
-        "forward": None if call is None or call.forward is None else call.forward.kernel.op_id_v,
+        "needs": value_form(inv.needs, "needs"),
+        "all_needs": [] if call is None or call.needs is None else list(call.needs),
         "residuals": inv.residuals,
     }
 
 
 def _from_plain(data: dict[str, Any]) -> tuple[Key, Invocation]:
-    key, platform = Key(str(data["device"]), str(data["op"]), str(data["key"])), data["platform"]
+    key = Key(str(data["device"]), str(data["op"]), str(data["key"]))
     kernel = find_kernel(key.op_id_v)
     values = {str(name): value_of(form) for name, form in data["arguments"]}
     if list(values) != list(kernel.signature.parameters):
         raise CacheFormatError(f"{key.op_id_v} has the parameters {kernel.signature}, the file has {list(values)}")
     bound = inspect.BoundArguments(kernel.signature, values)  # type: ignore[arg-type]
-    more: dict[str, Any] = {"residuals": bool(data["residuals"])}
-    if data["forward"] is None:
-        inv = Invocation(kernel, bound.args, bound.kwargs, needs=value_of(data["needs"]), platform=platform, **more)
-    else:
-        more |= _forward_of(find_kernel(str(data["forward"])), bound, tuple(map(bool, data["needs"])))
-        call, operands = make_call(kernel, bound.args, bound.kwargs, **more)
-        inv = call.invocation(operands, platform)
+    inv = Invocation(
+        kernel, bound.args, bound.kwargs,
+        needs=value_of(data["needs"]), residuals=bool(data["residuals"]), platform=data["platform"],
+    )  # fmt: skip
     if inv.call_key != key.call_key:
         raise CacheFormatError(
-            f"the call {key.op_id_v}:{key.call_key} has another key here, {inv.call_key}: the kernel differs"
+            f"the call {key.op_id_v}:{key.call_key} has another key here, {inv.call_key}: the kernel or its attributes "
+            "differ, or the key was made by hand"
         )
+    inv.call, _ = call_like(inv)
+    if needs := tuple(map(bool, data["all_needs"])):
+        if inv.call.needs is None or len(needs) != len(inv.call.needs):
+            raise CacheFormatError(f"{key.op_id_v}:{key.call_key} has needs of another length")
+        inv.call = dataclasses.replace(inv.call, needs=needs)
     return key, inv
-
-
-def _forward_of(kernel: Any, bound: inspect.BoundArguments, needs: tuple[bool, ...]) -> dict[str, Any]:
-    """What a backward call knows of the call that it differentiates."""
-    named = [p for p in kernel.signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    args = bound.args[: len(named)]
-    forward, operands = make_call(kernel, args, bound.kwargs, residuals=kernel.defines("fwd_with_residuals"))
-    if len(operands) != len(needs):
-        raise CacheFormatError(f"needs has {len(needs)} entries for {len(operands)} arrays of {kernel.op_id_v}")
-    return {"forward": forward, "needs": needs, "kinds": (None,) * len(jax.tree.leaves((bound.args, bound.kwargs)))}

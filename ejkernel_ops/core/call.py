@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from ..utils.fingerprint import is_array
 from ..utils.values import stable_json
 from .invocation import Invocation, bind_arguments, static_text
-from .kernel import Kernel, row_kinds
+from .kernel import KERNELS, Kernel, row_kinds
 from .snapshot import Snapshot
 
 
@@ -221,6 +221,11 @@ def flatten_gradients(call: Call, gradients: Any) -> list[Any]:
             f"{call.kernel.op_id_v} returned {len(given)} gradients; expected one for each of the "
             f"{len(bound.args)} positional arguments of {forward.kernel.op_id} (None where there is none)"
         )
+    if unknown := sorted(set(by_name) - set(bound.kwargs)):
+        raise ConfigError(
+            f"{call.kernel.op_id_v} returned gradients for {unknown}, which are no keyword arguments of "
+            f"{forward.kernel.op_id}; it has {sorted(bound.kwargs)}"
+        )
     wanted = [
         name for name, place in bound.kwargs.items()
         if name not in by_name and any(call.needs[i] for i in jax.tree.leaves(place))
@@ -288,6 +293,28 @@ def backward_call(
     )  # fmt: skip
 
 
+def call_like(inv: Invocation) -> tuple[Call, list[Any]]:
+    """The static part and the arrays of a call that was recorded, loaded or made by hand.
+
+    Raises:
+        ConfigError: a backward call of a kernel that no kernel here has as its backward.
+    """
+    if inv.call is not None:
+        return inv.call, inv.operands
+    if inv.needs is None:
+        return make_call(inv.kernel, inv.args, inv.kwargs, residuals=inv.residuals)
+    forward = [kernel for kernel in KERNELS.values() if kernel.backward == inv.kernel]
+    if not forward:
+        raise ConfigError(f"{inv!r} has needs, but no kernel here has {inv.kernel.op_id_v} as its backward")
+    args = inv.args[: len(inv.needs)]
+    call, operands = make_call(forward[0], args, inv.kwargs, residuals=forward[0].defines("fwd_with_residuals"))
+    pairs = zip(jax.tree.leaves(args), jax.tree.leaves(inv.needs))
+    needs = [bool(needed) for x, needed in pairs if is_array(x)]
+    needs += [False] * (len(operands) - len(needs))  # of keyword arrays
+    kinds = (None,) * len(jax.tree.leaves((inv.args, inv.kwargs)))
+    return make_call(inv.kernel, inv.args, inv.kwargs, forward=call, needs=tuple(needs), kinds=kinds)
+
+
 def gradient_types(call: Call, operands: Sequence[Any]) -> list[Any]:
     """The forward's arrays that want a gradient, taken out of a backward call's operands."""
     forward = call.forward
@@ -295,7 +322,7 @@ def gradient_types(call: Call, operands: Sequence[Any]) -> list[Any]:
     assert call.needs is not None
     bound = call.arguments(operands)
     plain = forward.arguments([None] * sum(x is ARRAY for x in forward.leaves))
-    named = {**bound.kwargs, **bound.arguments}
+    named = {**bound.arguments, **bound.kwargs}
     values = (*bound.args[: len(plain.args)], *(named[name] for name in plain.kwargs))  # in the forward's order
     arrays = [x for x in jax.tree.leaves(values) if is_array(x)]
     return [x for x, needed in zip(arrays, call.needs) if needed]

@@ -34,6 +34,8 @@ def gradient_style(kernel: Kernel) -> str | None:
             "fwd_with_residuals(*args, cfg, **kwargs) -> (out, residuals) and "
             "vjp(residuals, out, cotangent, *args, cfg, **kwargs) -> gradients"
         )
+    if found and len(kernel.op_id) > 60:
+        raise ConfigError(f"name is {kernel.op_id!r}; expected at most 60 characters: its gradient is <name>_bwd")
     return found[0] if found else None
 
 
@@ -56,8 +58,9 @@ class MethodBackward(Kernel):
 
     @functools.cached_property
     def backends(self) -> tuple[str, ...]:
-        """Those of the forward."""
-        return self.forward.backends
+        """Those of the forward for which the method is defined."""
+        plain = hasattr(self.forward, self.style)
+        return tuple(b for b in self.forward.backends if plain or hasattr(self.forward, f"{self.style}_{b}"))
 
     def state(self) -> str:
         """That of the forward."""

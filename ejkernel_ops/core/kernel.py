@@ -66,6 +66,7 @@ class Kernel(Generic[Cfg, Out]):
             join (`True`), it is shared by all rows (`False`), or it is shared where that axis has
             length 1 (`"broadcast"`). `None`: unknown, so `jax.vmap` loops.
         out_rows: the same for each output.
+        residual_rows: the same for each residual; `None`: unknown, so `vmap` of a gradient loops.
         fields: for each back end, the dotted names of the config fields that it reads; `None`: any.
 
     Raises:
@@ -90,6 +91,7 @@ class Kernel(Generic[Cfg, Out]):
     backward: Kernel | None = None
     rows: ClassVar[tuple[bool | str, ...] | None] = None
     out_rows: ClassVar[tuple[bool | str, ...] | None] = None
+    residual_rows: ClassVar[tuple[bool | str, ...] | None] = None
     fields: ClassVar[dict[str, tuple[str, ...]] | None] = None
 
     def __init__(self, name: str | None = None, version: str | None = None, *, op_id: str | None = None):

@@ -64,6 +64,7 @@ def execute(call: Call, cfg: Any, operands: Sequence[Any], platform: str | None 
 def _gradient(call: Call, gradient: Any, like: Any) -> Any:
     if gradient is None:
         return jnp.zeros_like(like)
+    gradient = jnp.asarray(gradient)
     if gradient.shape != like.shape:
         raise ConfigError(f"{call.kernel.op_id_v} returned a gradient {gradient.shape} for an operand {like.shape}")
     return gradient.astype(like.dtype)
@@ -116,16 +117,18 @@ def _out_kinds(call: Call, tree: Any, count: int) -> tuple:
     if kinds is None:
         return (None,) * count
     out = jax.tree.unflatten(tree, range(count))
-    if call.residuals:  # nothing says what rows of residuals are
+    if call.residuals:
         out, residuals = out
-        return (*_kinds_of(call, kinds, out), *[None] * len(jax.tree.leaves(residuals)))
+        if (rows := call.kernel.residual_rows) is None:
+            return (*_kinds_of(call, kinds, out), *[None] * len(jax.tree.leaves(residuals)))
+        return (*_kinds_of(call, kinds, out), *_kinds_of(call, rows, residuals, "residual_rows", "residuals"))
     return _kinds_of(call, kinds, out)
 
 
-def _kinds_of(call: Call, kinds: Sequence[Any], out: Any) -> tuple:
+def _kinds_of(call: Call, kinds: Sequence[Any], out: Any, name: str = "out_rows", what: str = "outputs") -> tuple:
     parts = out if isinstance(out, (tuple, list)) else (out,)
     if len(kinds) != len(parts):
-        raise ConfigError(f"{call.kernel.op_id_v}.out_rows has {len(kinds)} entries for {len(parts)} outputs")
+        raise ConfigError(f"{call.kernel.op_id_v}.{name} has {len(kinds)} entries for {len(parts)} {what}")
     return tuple(kind for kind, part in zip(kinds, parts) for _ in jax.tree.leaves(part))
 
 
@@ -178,8 +181,7 @@ def _kernel_jvp(primals, tangents, *, call: Call):
     live = tuple(is_float(x) and type(t) is not ad.Zero for x, t in zip(primals, tangents))
     asked = None
     if any(live) and not call.residuals and call.kernel.defines("fwd_with_residuals"):
-        asked = len(_kernel_types(*map(jax.typeof, primals), call=call))  # the output comes before residuals
-        call = dataclasses.replace(call, residuals=True)
+        call, asked = _with_residuals(call, tuple(map(jax.typeof, primals)))
     outs = [checkpoint_name(out, call.kernel.op_id) for out in kernel_p.bind(*primals, call=call)]
     out_tangents = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
     if any(live) and any(map(is_float, outs)):
@@ -187,6 +189,20 @@ def _kernel_jvp(primals, tangents, *, call: Call):
         found = iter(tangent_p.bind(*given, *primals, *outs, call=call, live=live))
         out_tangents = [next(found) if is_float(out) else zero for out, zero in zip(outs, out_tangents)]
     return outs[:asked], out_tangents[:asked]
+
+
+def _with_residuals(call: Call, avals: tuple) -> tuple[Call, int]:
+    """The call that also returns residuals, after the arrays of the output; and how many those are."""
+    tree, types = _output(call, avals)
+    call = dataclasses.replace(call, residuals=True)
+    pair, found = _output(call, avals)
+    plain, saved = ([(t.shape, t.dtype.name) for t in ts] for ts in (types, found[: len(types)]))
+    if pair.children()[0] != tree or saved != plain:
+        raise ConfigError(
+            f"{call.kernel.op_id_v}: run returns {tree} of {plain}, and fwd_with_residuals {pair.children()[0]} of "
+            f"{saved} and then residuals; expected (what run returns, residuals)"
+        )
+    return call, len(types)
 
 
 def _split(args: Sequence[Any], live: tuple[bool, ...]) -> tuple[list, list, list]:

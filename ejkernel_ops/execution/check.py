@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..config.selection import heuristic
-from ..core.call import Call, make_call
+from ..core.call import Call, call_like
 from ..core.invocation import Invocation
 from ..core.primitive import execute
-from ..core.snapshot import Snapshot
 
 # The slack beside the error of the plain path: another order of float32 sums, relative to the output's size.
 _MAX_SLACK = 64 * np.finfo(np.float32).eps
@@ -23,9 +22,7 @@ _RMS_SLACK = 16 * np.finfo(np.float32).eps
 
 def call_of(inv: Invocation) -> Call:
     """The static part of a recorded call, or of one made by hand."""
-    if inv.call is not None:
-        return inv.call
-    return make_call(inv.kernel, inv.args, inv.kwargs, (), Snapshot(), 0)[0]
+    return call_like(inv)[0]
 
 
 def compiled(inv: Invocation, cfg: Any, inputs: Sequence[Any]) -> Callable[[], list[Any]]:
@@ -94,6 +91,8 @@ def _error(x: np.ndarray, exact: np.ndarray) -> np.ndarray:
 def _fault(out: np.ndarray, exact: np.ndarray, plain: np.ndarray) -> str | None:
     if out.shape != exact.shape:
         return f"shape {out.shape}, expected {exact.shape}"
+    if np.issubdtype(exact.dtype, np.complexfloating):
+        out, exact, plain = (np.stack([x.real, x.imag]) for x in (out, exact, plain))
     if not np.issubdtype(exact.dtype, np.floating):
         return None if np.array_equal(out, exact) else "integers differ"
     if out.size == 0:

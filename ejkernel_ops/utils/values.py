@@ -47,10 +47,10 @@ def short_hash(text: str) -> str:
 
 
 def value_of(form: Any) -> Any:
-    """The value of a form that `value_form` made. Runs no code of it and imports nothing.
+    """The value of a form that `value_form` made. Imports nothing; builds enums and frozen dataclasses only.
 
     Raises:
-        CacheFormatError: no such form, or that of a function, a type or a dataclass that is not imported here.
+        CacheFormatError: no such form, or that of a function, or of a type that is not imported here.
     """
     if form is None or type(form) in (bool, int, str):
         return form
@@ -59,7 +59,7 @@ def value_of(form: Any) -> Any:
         if kind == "dataclass":
             return _dataclass_of(data, form["fields"])
         return _READERS[kind](data)
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError, ArithmeticError) as error:
         if isinstance(error, CacheFormatError):
             raise
         raise CacheFormatError(f"{str(form)[:200]} is not a value that can be read back: {error!r}") from None
@@ -73,17 +73,38 @@ def _dataclass_of(name: str, fields: dict) -> Any:
 
 
 def imported_dataclass(name: str) -> type | None:
-    """The dataclass `module:qualname`, if its module is imported."""
+    """The frozen dataclass `module:qualname`, if its module is imported."""
     found = _imported(name)
-    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        return None
+    return found if found.__dataclass_params__.frozen else None  # type: ignore[attr-defined]
 
 
 def _imported(name: str) -> Any:
+    """What a name leads to by way of modules and classes, past any code that would make or import it."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
+        found = vars(found).get(part) if isinstance(found, (types.ModuleType, type)) else None
     return found
+
+
+def _scalar_of(data: Any) -> np.generic:
+    name, text = data
+    dtype = np.dtype(name)
+    kinds = ((np.bool_, lambda t: t == "True"), (np.integer, int), (np.floating, float), (np.complexfloating, complex))
+    for kind, read in kinds:
+        if jax.numpy.issubdtype(dtype, kind):
+            return dtype.type(read(text))
+    raise CacheFormatError(f"{name!r} is no number type")
+
+
+def _namedtuple_of(data: Any) -> Any:
+    name, *items = data
+    found = _imported(name)
+    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+        raise CacheFormatError(f"the named tuple {name!r} is not imported here: import its module")
+    return tuple.__new__(found, map(value_of, items))
 
 
 def _array_of(data: Any) -> jax.ShapeDtypeStruct:
@@ -113,7 +134,8 @@ _READERS = {
     "enum": _enum_of,
     "array": _array_of,
     "dtype": np.dtype,
-    "scalar": lambda data: np.dtype(data[0]).type(data[1]),
+    "scalar": _scalar_of,
+    "namedtuple": _namedtuple_of,
     "tuple": lambda data: tuple(map(value_of, data)),
     "list": lambda data: list(map(value_of, data)),
     "dict": lambda data: {value_of(key): value_of(value) for key, value in data},
@@ -195,10 +217,10 @@ def _global_names(code: types.CodeType) -> list[str]:
 
 def value_form(obj: Any, where: str) -> Any:  # one branch for each kind of value
     """JSON data that is equal exactly where values are equal; refuses what has no such form."""
+    if isinstance(obj, enum.Enum):  # before what an enum may also be
+        return {"enum": f"{type(obj).__module__}:{type(obj).__qualname__}.{obj.name}"}
     if obj is None or isinstance(obj, (bool, str)):
         return obj
-    if isinstance(obj, enum.Enum):
-        return {"enum": f"{type(obj).__module__}:{type(obj).__qualname__}.{obj.name}"}
     if isinstance(obj, int):
         return int(obj)
     if isinstance(obj, (float, complex)):
@@ -211,13 +233,16 @@ def value_form(obj: Any, where: str) -> Any:  # one branch for each kind of valu
     if isinstance(obj, np.dtype):
         return {"dtype": obj.name}
     if isinstance(obj, np.generic):
-        return {"scalar": [obj.dtype.name, obj.item()]}
+        return {"scalar": [obj.dtype.name, str(obj.item())]}
     if isinstance(obj, type):
         dtype = _as_dtype(obj)
         return {"dtype": dtype.name} if dtype is not None else {"type": f"{obj.__module__}:{obj.__qualname__}"}
     if dataclasses.is_dataclass(obj):
         fields = {f.name: value_form(getattr(obj, f.name), f"{where}.{f.name}") for f in dataclasses.fields(obj)}
         return {"dataclass": f"{type(obj).__module__}:{type(obj).__qualname__}", "fields": fields}
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        name = f"{type(obj).__module__}:{type(obj).__qualname__}"
+        return {"namedtuple": [name, *(value_form(x, f"{where}.{f}") for f, x in zip(obj._fields, obj))]}
     if isinstance(obj, (tuple, list)):
         kind = "tuple" if isinstance(obj, tuple) else "list"
         return {kind: [value_form(x, f"{where}[{i}]") for i, x in enumerate(obj)]}
