@@ -1,5 +1,8 @@
 """`vmap_with_config` and `pmap_with_config` choose one config, from shapes alone, and pass the rest through."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,7 @@ from ejkernel_ops import (
     ConfigSelectorChain,
     Executor,
     Kernel,
+    UnsupportedError,
     get_invocations,
     overlay_cache,
     pmap_with_config,
@@ -203,3 +207,69 @@ def test_with_tuning_on_calls_the_call_that_runs_is_tuned_once(make, rows):
         assert (make(kernel, executor=run)(x) == 7).all()
     folded = rows is not None and make is vmap_with_config
     assert tuned == [(DEVICES * 3,) if folded else (3,)]
+
+
+def test_the_program_of_pmap_is_kept_for_equal_calls_and_keeps_no_array_alive():
+    traces = []
+
+    class Traced(Batched):
+        rows = out_rows = None
+
+        def run(self, x, w, *, cfg, factor=1.0):
+            traces.append(factor)
+            return x @ w * factor
+
+    fn = pmap_with_config(Traced("test_traced_pmap"), in_axes=(0, None))
+    w = jnp.asarray(W) + 0
+    fn(X, w)
+    dead, once = weakref.ref(w), len(traces)
+    for _ in range(3):
+        fn(X, w + 1)
+        pmap_with_config(Traced("test_traced_pmap"), in_axes=(0, None))(X, W)
+    assert len(traces) == once
+    fn(X, W, factor=2.0)
+    assert len(traces) > once
+    del w
+    gc.collect()
+    assert dead() is None
+    with jax.checking_leaks():
+        jax.jit(lambda x, w: fn(x, w, factor=3.0)).lower(X, W)
+
+
+def test_pmap_runs_under_a_mesh_of_others_outside_programs():
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        with jax.set_mesh(jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind, kind))):
+            close(pmap_with_config(BATCHED)(X)[0], X)
+            with pytest.raises(UnsupportedError, match="in a program that has one use"):
+                jax.jit(lambda x: pmap_with_config(BATCHED)(x)[0]).lower(X)
+
+
+def test_a_loop_over_examples_is_compiled_once():
+    compiled = []
+
+    class Looped(Kernel):
+        def run(self, x, *, cfg):
+            compiled.append(x.shape)
+            return jnp.sin(x)
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            compiled.append("backward")
+            return (cotangents[0] * jnp.cos(primals[0]),)
+
+    kernel = Looped("test_looped")
+    for fn in (jax.vmap(kernel), vmap_with_config(kernel), jax.vmap(jax.grad(lambda x: kernel(x).sum()))):
+        fn(X)
+        before = len(compiled)
+        for _ in range(3):
+            fn(X + 1)
+        assert len(compiled) == before
+
+
+def test_weak_types_are_tuned_as_they_are_called():
+    selector = ConfigSelectorChain(autotune=True)
+    selector._tuner = type("Tuner", (), {"tune": lambda self, inv, **k: Tuned(5, 1, 1.0, 2.0, ())})()
+    for make in (vmap_with_config, pmap_with_config):
+        assert make(TOLD, executor=Executor(selector))(jnp.full((DEVICES,), 1.0)).tolist() == [5] * DEVICES

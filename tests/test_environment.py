@@ -6,7 +6,7 @@ import platformdirs
 import pytest
 
 from ejkernel_ops import ConfigError, LabelError, PersistentCache, label
-from ejkernel_ops.environment import _warn_of_unknown, cache_dir, label_prefix, recording
+from ejkernel_ops.environment import _warn_of_unknown, _warned, cache_dir, label_prefix, recording
 
 
 @pytest.mark.parametrize(("value", "wanted"), [(None, True), ("", True), ("1", True), ("0", False)])
@@ -38,6 +38,7 @@ def test_the_cache_folder_is_the_given_one_else_that_of_the_platform(monkeypatch
 
 def test_unknown_variables_are_a_warning_with_a_hint(monkeypatch):
     _warn_of_unknown.cache_clear()
+    _warned.clear()
     monkeypatch.setenv("EJKERNEL_OPS_RECORDS", "0")
     with pytest.warns(UserWarning, match=r"EJKERNEL_OPS_RECORDS is not known .*did you mean EJKERNEL_OPS_RECORD\?"):
         recording()

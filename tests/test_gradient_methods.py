@@ -9,11 +9,13 @@ from ejkernel_ops import (
     Autotuner,
     ConfigError,
     ConfigSelectorChain,
+    Invocation,
     Kernel,
     UnsupportedError,
     autotune_lowered,
     find_labels_in_lowered,
     overlay_cache,
+    record_invocation,
 )
 from ejkernel_ops.utils.meta import split_label
 
@@ -350,3 +352,113 @@ def test_back_ends_that_jax_cannot_differentiate_refuse_a_second_derivative():
 
     with pytest.raises(UnsupportedError, match=r"test_hidden_bwd@v1 runs on the 'triton' back end"):
         jax.grad(jax.grad(Hidden("test_hidden")))(1.0)
+
+
+@pytest.mark.parametrize(("residual", "message"), [
+    (lambda x: (x, 7 * x), r"run returns .* of \[\(\(2,\), 'float32'\), \(\(2,\), 'float32'\)\], and fwd_with"),
+    (lambda x: ((x.sum(), x), None), r"expected \(what run returns, residuals\)"),
+    (lambda x: ((x.astype(jnp.bfloat16), x), None), r"bfloat16"),
+    (lambda x: ((x,), None), r"expected \(what run returns"),
+])  # fmt: skip
+def test_the_output_beside_residuals_is_that_of_run(residual, message):
+    class Unlike(Gradients):
+        def run(self, x, *, cfg):
+            return x, 2 * x
+
+        def fwd_with_residuals(self, x, *, cfg):
+            return residual(x)
+
+        def vjp(self, residuals, out, cotangent, x, *, cfg):
+            return (cotangent[0] + 2 * cotangent[1],)
+
+    Unlike.__qualname__ += str(id(residual))  # another class for each case
+    with pytest.raises(ConfigError, match=message):
+        jax.grad(lambda x: Unlike("test_unlike_" + message[:3].strip(r"\(["), version=str(id(residual)))(x)[1].sum())(
+            B[:2]
+        )
+
+
+@pytest.mark.parametrize("rows", [None, (True,)])
+def test_rows_of_residuals_fold_where_they_are_declared(rows):
+    class Folding(Gradients):
+        rows = out_rows = (True,)
+
+        def run(self, x, *, cfg):
+            return jnp.sin(x)
+
+        def fwd_with_residuals(self, x, *, cfg):
+            return jnp.sin(x), (jnp.cos(x),)
+
+        def vjp(self, residuals, out, cotangent, x, *, cfg):
+            return (cotangent * residuals[0],)
+
+    Folding.residual_rows = rows
+    kernel = Folding("test_folding" + ("" if rows is None else "_declared"))
+    lowered = jax.jit(jax.vmap(jax.grad(lambda x: kernel(x).sum()))).lower(X)
+    assert set(runs(lowered).values()) == {3 if rows is None else 1}
+    close(lowered.compile()(X), np.cos(X))
+
+
+def test_gradients_may_be_plain_numbers_and_unknown_names_are_refused():
+    class Plain(Gradients):
+        named: dict = {}
+
+        def run(self, x, *, cfg, operands=1.0):
+            return 2 * x * operands
+
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            return 2.0, type(self).named
+
+    kernel = Plain("test_plain_number")
+    assert jax.grad(kernel)(1.0) == 2
+    Plain.named = {"operands": 3.0}
+    assert jax.jit(jax.grad(lambda s: kernel(1.0, operands=s)))(1.0) == 3
+    Plain.named = {"operand": 3.0}
+    with pytest.raises(
+        ConfigError, match=r"gradients for \['operand'\], which are no keyword arguments .* \['operands'\]"
+    ):
+        jax.jit(jax.grad(kernel))(2.0)
+
+
+def test_a_back_end_without_the_gradient_method_is_not_chosen_for_it():
+    class Two(Gradients):
+        def run_xla(self, x, *, cfg):
+            return x
+
+        def run_triton(self, x, *, cfg):
+            return x
+
+        def custom_vjp_xla(self, primals, cfg, kwargs, cotangents):
+            return cotangents
+
+    kernel = Two("test_two_back_ends")
+    assert (kernel.backends, kernel.backward.backends) == (("triton", "xla"), ("xla",))
+
+
+def test_long_names_leave_room_for_the_backward():
+    assert Telling("test_" + "x" * 55).backward.op_id.endswith("_bwd")
+    with pytest.raises(ConfigError, match="expected at most 60 characters: its gradient is <name>_bwd"):
+        Telling("test_" + "x" * 56)
+
+
+def test_a_backward_call_that_is_made_by_hand_is_tuned():
+    x, out = np.ones(3, np.float32), np.ones(3, np.float32)
+    inv = Invocation(Sines().backward, (x, out, {"slope": x}, out), needs=(True,))
+    record_invocation(inv.kernel, inv)
+    tuned = Autotuner(num_iters=1).tune(inv)
+    assert (tuned.cfg, len(tuned.trials)) == (1, 1)
+
+
+class Sines(Gradients):
+    """For calls that are made by hand."""
+
+    name = "test_sines"
+
+    def run(self, x, *, cfg):
+        return jnp.sin(x)
+
+    def fwd_with_residuals(self, x, *, cfg):
+        return jnp.sin(x), {"slope": jnp.cos(x)}
+
+    def vjp(self, residuals, out, cotangent, x, *, cfg):
+        return (cotangent * residuals["slope"],)

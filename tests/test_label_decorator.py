@@ -4,9 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import ejlayers
-from ejkernel_ops import ConfigSelectorChain, LabelError, autotune_lowered, find_labels_in_lowered, label, linear
+from ejkernel_ops import (
+    ConfigSelectorChain,
+    Kernel,
+    LabelError,
+    autotune_lowered,
+    find_labels_in_lowered,
+    label,
+    linear,
+)
 from ejkernel_ops.utils.meta import count_labels
 
 from .ops import close, normal
@@ -103,3 +112,60 @@ def test_versions_and_prefixes_are_taken_and_bad_ones_refused_at_once(monkeypatc
 def test_functions_without_arrays_run():
     assert label("nothing")(lambda: None)() is None
     assert jax.jit(lambda: label("constant")(lambda: 3)())() == 3
+
+
+def test_objects_that_are_not_plain_containers_come_back_themselves():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.count = nnx.Variable(jnp.zeros(()))
+
+        @label("me")
+        def me(self):
+            return self
+
+    @nnx.jit
+    def step(model):
+        model.me().count[...] += 10
+
+    model = Model()
+    step(model)
+    model.me().count[...] += 1
+    assert model.count[...] == 11
+    same = label("same")(lambda x: x)
+    for value in ([1, 2], {1: 2, "a": 3}, object()):
+        assert same(value) is value
+    assert jax.jit(lambda x: label("odd")(lambda d: d)({1: x, "a": x})[1])(1.0) == 1
+
+
+def test_nested_and_recursive_calls_keep_all_labels():
+    inner = label("inner")(lambda x: x * 2)
+    outer = label("outer")(inner)
+    assert {text.partition("@")[0][13:] for text in labels(outer, X)} == {"inner", "outer"}
+
+    @label("again")
+    def again(x, depth):
+        return again(x, depth - 1) if depth else x * 2
+
+    assert sum(count_labels(jax.jit(lambda x: again(x, 2)).lower(X)).values()) == 3
+
+    class Labelled(Kernel):
+        def run(self, x, *, cfg):
+            return inner(x)
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+    kernel = Labelled("test_labelled_kernel")
+    assert {text.partition("@")[0][13:] for text in labels(kernel, X)} == {"inner", "test_labelled_kernel"}
+
+
+def test_generators_and_coroutines_are_refused():
+    def numbers(x):
+        yield x
+
+    async def later(x):
+        return x
+
+    for fn in (numbers, later):
+        with pytest.raises(LabelError, match="is a generator or coroutine"):
+            label("later")(fn)

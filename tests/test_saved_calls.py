@@ -1,5 +1,6 @@
 """Recorded calls move between processes as JSON: what is loaded is what was saved, or nothing."""
 
+import concurrent.futures
 import dataclasses
 import enum
 import json
@@ -7,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +43,19 @@ class Mode(enum.Enum):
     """A static argument."""
 
     FAST = 1
+
+
+class Word(enum.StrEnum):
+    """One that is text as well."""
+
+    FAST = "fast"
+
+
+class Pair(NamedTuple):
+    """A tuple with names."""
+
+    x: int
+    y: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +120,10 @@ def test_loaded_calls_are_the_saved_ones_in_both_directions(tmp_path):
 
 
 @pytest.mark.parametrize("value", [
-    None, True, 1, 2.5, float("inf"), float("-0.0"), 1j, "text", np.dtype("bfloat16"), Mode.FAST,
+    None, True, 1, 2.5, float("inf"), float("-0.0"), 1j, "text", np.dtype("bfloat16"), Mode.FAST, Word.FAST,
+    Pair(1, 2.0),
     (1, (2, "a")), [1, [2]], {"a": (None,), "b": 1}, frozenset({"x", 1}), Options(Mode.FAST),
+    Options(np.float32(np.inf)), Options(np.complex64(1j)),
     {"array": [["nested", {"dict": 1}]]},
 ])  # fmt: skip
 def test_static_values_come_back_equal_and_of_their_type(value, tmp_path):
@@ -221,6 +238,17 @@ DAMAGE = {
     "no enum": (
         change(arguments=[["x", None], ["value", {"enum": "os:path.join"}]]), CacheFormatError, "'os:path' is not",
     ),
+    "made by code": (
+        change(arguments=[["x", None], ["value", {"dataclass": "numpy:f2py.X", "fields": {}}]]),
+        CacheFormatError, "'numpy:f2py.X' is not imported here",
+    ),
+    "huge number": (
+        change(arguments=[["x", None], ["value", {"scalar": ["int8", str(10**30)]}]]),
+        CacheFormatError, "not a value that can be read back",
+    ),
+    "no number": (
+        change(arguments=[["x", None], ["value", {"scalar": ["V8", "1"]}]]), CacheFormatError, "'V8' is no number type",
+    ),
     "negative shape": (
         change(arguments=[["x", {"array": ["float32", [-2], False]}], ["value", None]]),
         CacheFormatError, "has no sizes to tune for",
@@ -248,3 +276,43 @@ def test_a_file_that_cannot_be_used_says_why_and_records_nothing(kind, tmp_path)
 def test_saving_where_there_is_no_folder_says_so(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"the folder .*missing does not exist"):
         save_invocations(tmp_path / "missing" / "calls.json")
+
+
+def test_calls_of_any_number_of_arguments_come_back(tmp_path):
+    class Many(Kernel):
+        name = "test_many_arguments"
+
+        def run(self, *xs, cfg):
+            return sum(xs)
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            return cotangents * len(primals)
+
+    kernel = Many()
+    jax.jit(jax.grad(lambda x, y: kernel(x, y, x).sum(), (0, 1))).lower(X, X)
+    before, file = get_invocations(), saved(tmp_path)
+    clear_invocations()
+    load_invocations(file)
+    assert sorted(get_invocations()) == ["test_many_arguments@v1", "test_many_arguments_bwd@v1"]
+    assert get_invocations() == before
+    result = autotune_recorded(ConfigSelectorChain(tuner=Autotuner(num_iters=1)))
+    assert (len(result.entries), result.skipped) == (2, ())
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
+    record_invocation(STATIC, Invocation(STATIC, (X,)))
+    file = saved(tmp_path)
+    monkeypatch.setattr("ejkernel_ops.registry._MAX_BYTES", 10)
+    with pytest.raises(CacheFormatError, match="larger than"):
+        load_invocations(file)
+
+
+def test_writers_of_one_file_do_not_meet(tmp_path):
+    record_invocation(STATIC, Invocation(STATIC, (X,)))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: save_invocations(tmp_path / "calls.json"), range(80)))
+    load_invocations(tmp_path / "calls.json")
+    assert [p.name for p in tmp_path.iterdir()] == ["calls.json"]

@@ -38,12 +38,21 @@ class Changed:
     rows: int = 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """A `None` that is not the default, numbers as names, and a versioned part."""
+
+    size: int | None = 4
+    by_number: dict[int, int] = dataclasses.field(default_factory=dict)
+    part: Changed | None = None
+
+
 NESTED = Nested(Tile(3, frozenset({"b", "a", "c"})), (1, 2), 0.5, {"z": Tile(1), "a": Tile(2)})
 
 
 @pytest.mark.parametrize("config", [
     FwdParams(q_blocksize=128, num_warps=4), BwdParams(), AttentionConfig(backend="xla", fwd=FwdParams(num_stages=2)),
-    NESTED, Changed(3), 7, "text", 2.5, True, [1, 2], {"a": 1, "b": None},
+    NESTED, Changed(3), Holder(None, {1: 2}, Changed(2)), 7, "text", 2.5, True, [1, 2], {"a": 1, "b": None},
 ])  # fmt: skip
 def test_what_is_written_is_read_back_equal_and_typed(config):
     found = from_json(to_json(config), type(config))
@@ -69,6 +78,7 @@ def test_text_is_the_same_in_every_process():
     ('{"rows":3}', Changed, "version 1 of Changed; this is version 2"),
     ('{"@version":3,"rows":3}', Changed, "version 3 of Changed; this is version 2"),
     ('{"@version":2,"num_warps":3}', FwdParams, "version 2 of FwdParams; this is version 1"),
+    ('{"part":{"rows":1}}', Holder, r"config.part is of version 1 of Changed; this is version 2"),
     ('{"num_warp":3}', FwdParams, "unknown field 'num_warp'; did you mean 'num_warps'"),
     ('{"tile":{"rows":1,"cols":2}}', Nested, r"config.tile has an unknown field 'cols'"),
     ('{"num_warps":"4"}', FwdParams, "not a FwdParams"),

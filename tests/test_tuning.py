@@ -263,6 +263,31 @@ def test_selector_may_be_left_out_and_what_is_no_program_is_refused(lowered):
         ek.autotune_lowered(3)
 
 
+def test_complex_results_may_round_the_other_way():
+    class Product(ek.Kernel):
+        def run(self, x, y, *, cfg):
+            order = slice(None, None, -1) if cfg == 2 else slice(None)
+            return jnp.einsum("ij,jk->ik", x[:, order], y[order]) * (1.1 if cfg == 3 else 1.0)
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+        def candidate_cfgs(self, inv):
+            return 2, 3
+
+    kernel = Product("complex_test")
+    inv = ek.Invocation(kernel, (jnp.ones((3, 64), jnp.complex64), jnp.ones((64, 2), jnp.complex64)))
+    assert [t.status for t in ek.Autotuner(num_iters=1).tune(inv).trials] == ["timed", "timed", "wrong"]
+
+
+def test_labels_of_another_prefix_are_not_passed_over(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_PREFIX", "mine#")
+    lowered = jax.jit(lambda x: ek.linear(x, W)).lower(ROWS)
+    monkeypatch.delenv("EJKERNEL_OPS_PREFIX")
+    with pytest.raises(ek.LabelError, match=r"another prefix, such as mine#linear@v1.*EJKERNEL_OPS_PREFIX"):
+        ek.autotune_lowered(selector(), lowered)
+
+
 def test_a_trace_is_no_place_to_tune(lowered):
     def traced(x):
         with pytest.raises(ek.TuningError, match="inside a trace would time nothing"):

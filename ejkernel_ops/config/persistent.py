@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import threading
 import warnings
 from collections import Counter
@@ -14,7 +13,8 @@ from typing import Any
 
 from ..core.kernel import KERNELS
 from ..environment import cache_dir
-from ..errors import CacheFormatError, EjkernelError
+from ..errors import CacheFormatError, ConfigError, EjkernelError
+from ..utils.files import replace_file
 from ..utils.values import imported_dataclass, stable_json
 from .cache import Key, count_write, split_key, split_put
 from .schema import from_plain, parse_json, to_json
@@ -82,9 +82,14 @@ class PersistentCache:
             ConfigError: the key or the config has no value-based form.
         """
         others, cfg = split_put(rest)
-        file, text = self._file(split_key(key, others))
+        key = split_key(key, others)
+        file, text = self._file(key)
         kind = f"{type(cfg).__module__}:{type(cfg).__qualname__}"
         body = {"schema": _SCHEMA, "key": json.loads(text), "type": kind, "config": json.loads(to_json(cfg))}
+        try:
+            self._type_of(key, kind)
+        except CacheFormatError as error:
+            raise ConfigError(f"config {cfg!r} could not be read back: {error}") from None
         body["sha256"] = _checksum(body)
         try:
             self._write(file, json.dumps(body, sort_keys=True, indent=1))
@@ -133,20 +138,14 @@ class PersistentCache:
             found = _PLAIN.get(stored) or imported_dataclass(stored)
         if found is None:
             raise CacheFormatError(
-                f"the config type {stored!r} is not imported here: import its module, or pass cfg_type="
+                f"the type {stored!r} is no plain one, nor a frozen dataclass of a module that is imported here: "
+                "import it, or pass cfg_type="
             )
         return found
 
     def _write(self, file: Path, text: str) -> None:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".tmp-", dir=file.parent)
-        try:
-            with open(handle, "w", encoding="utf-8") as f:
-                f.write(text)
-            os.replace(name, file)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_file(file, text)
 
     def _warn(self, kind: str, text: str) -> None:
         self.stats[f"{kind}_failed"] += 1

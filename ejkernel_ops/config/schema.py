@@ -48,7 +48,7 @@ def to_json(config: Any) -> str:
         config: a dataclass (nested ones too), or plain numbers, strings, lists, sets and dicts.
 
     Returns:
-        Compact JSON with sorted keys, equal in every process; fields that are `None` are left out.
+        Compact JSON with sorted keys, equal in every process; fields that are `None` by default and still are left out.
 
     Raises:
         ConfigError: a value has no JSON form.
@@ -60,8 +60,6 @@ def to_json(config: Any) -> str:
     """
     try:
         plain = _plain(config)
-        if (version := _version(type(config))) != 1:
-            plain["@version"] = version
         return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"config {config!r} has no JSON form: {error}") from None
@@ -111,29 +109,26 @@ def parse_json(text: str | bytes) -> Any:
 
 def from_plain(data: Any, config_type: type[T]) -> T:
     """Builds a typed config from JSON data, strictly."""
-    if dataclasses.is_dataclass(config_type) and isinstance(data, dict):
-        data = dict(data)
-        version, known = data.pop("@version", 1), _version(config_type)
-        if version != known:
-            name = config_type.__name__
-            raise CacheFormatError(f"config is of version {version!r} of {name}; this is version {known}")
-    _refuse_unknown(data, config_type, "config")
+    data = _known(data, config_type, "config")
     try:
-        return msgspec.convert(data, config_type, strict=True)
+        return msgspec.convert(data, config_type, strict=True, str_keys=True)
     except (msgspec.ValidationError, ConfigError, RecursionError, TypeError) as error:
         raise CacheFormatError(f"not a {getattr(config_type, '__name__', config_type)}: {error}") from None
 
 
 def _version(config_type: Any) -> int:
-    return getattr(config_type, "config_version", 1) if dataclasses.is_dataclass(config_type) else 1
+    return getattr(config_type, "config_version", 1)
 
 
-def _refuse_unknown(data: Any, config_type: Any, where: str) -> None:
-    """msgspec passes over unknown names of a dataclass; a config may not."""
+def _known(data: Any, config_type: Any, where: str) -> Any:
+    """Data of a dataclass without its version: msgspec passes over unknown names, a config may not."""
     if not dataclasses.is_dataclass(config_type) or not isinstance(data, dict):
-        return
-    hints = msgspec.inspect.type_info(config_type).fields  # type: ignore[attr-defined]
-    known = {f.name: f.type for f in hints}
+        return data
+    data = dict(data)
+    version, name = data.pop("@version", 1), getattr(config_type, "__name__", str(config_type))
+    if version != _version(config_type):
+        raise CacheFormatError(f"{where} is of version {version!r} of {name}; this is version {_version(config_type)}")
+    known = {f.name: f.type for f in msgspec.inspect.type_info(config_type).fields}  # type: ignore[attr-defined]
     for name, value in data.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -141,14 +136,16 @@ def _refuse_unknown(data: Any, config_type: Any, where: str) -> None:
             raise CacheFormatError(f"{where} has an unknown field {name!r}; {hint}")
         for option in getattr(known[name], "types", (known[name],)):
             if (cls := getattr(option, "cls", None)) is not None:
-                _refuse_unknown(value, cls, f"{where}.{name}")
+                data[name] = _known(value, cls, f"{where}.{name}")
+    return data
 
 
 def _plain(config: Any) -> Any:
-    """JSON data of a config; a dataclass without its `None` fields, for those inherit."""
+    """JSON data of a config; a dataclass without the fields that are `None` by default and still are."""
     if dataclasses.is_dataclass(config):
-        fields = ((f.name, getattr(config, f.name)) for f in dataclasses.fields(config))
-        return {name: _plain(value) for name, value in fields if value is not None}
+        fields = [(f.name, getattr(config, f.name), f.default) for f in dataclasses.fields(config)]
+        plain = {name: _plain(value) for name, value, default in fields if not (value is None and default is None)}
+        return plain if (version := _version(config)) == 1 else plain | {"@version": version}
     if isinstance(config, dict):
         return {key: _plain(value) for key, value in config.items()}
     if isinstance(config, (list, tuple)):

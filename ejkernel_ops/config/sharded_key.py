@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from ..core.invocation import Invocation
-from ..core.kernel import Kernel
+from ..core.kernel import Kernel, require_kernel
 from ..utils.fingerprint import is_array, sharding_fingerprint
 from ..utils.values import short_hash, stable_json
 from .cache import Key
@@ -27,7 +27,7 @@ def default_key_builder_with_sharding(kernel: Kernel, args: tuple = (), kwargs: 
 
     Raises:
         ConfigError: a static argument has no value-based form.
-        TypeError: the arguments do not fit the kernel's signature.
+        TypeError: no kernel, or the arguments do not fit the kernel's signature.
 
     Example:
         >>> import jax.numpy as jnp
@@ -35,6 +35,7 @@ def default_key_builder_with_sharding(kernel: Kernel, args: tuple = (), kwargs: 
         >>> default_key_builder_with_sharding(LINEAR, (jnp.ones((2, 3)), jnp.ones((3, 4)))).op_id_v
         'linear@v1'
     """
+    require_kernel(kernel)
     args, kwargs = kernel.prepare(*args, **(kwargs or {}))
     inv = Invocation(kernel, args, kwargs)
     bound = kernel.signature.bind(*args, **kwargs)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 
 def fold_or_loop(
-    bind: Callable,
+    bind: functools.partial,
     args: Sequence[Any],
     dims: Sequence[int | None],
     kinds: Sequence[bool | str | None],
@@ -84,12 +86,24 @@ def _lead(x: Any, dim: int | None) -> int | None:
     return shape[0] if shape else None
 
 
-def _loop(bind: Callable, args: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], list[int]]:
+def _loop(bind: functools.partial, args: Sequence[Any], dims: Sequence[int | None]) -> tuple[list[Any], list[int]]:
+    if any(isinstance(x, Tracer) for x in args):
+        outs = _over_examples(bind, dims, args)
+    else:  # outside a trace a new loop would be compiled for each call
+        outs = _compiled_loop(bind.func, tuple(sorted(bind.keywords.items())), tuple(dims))(*args)
+    return outs, [0] * len(outs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled_loop(bind: Callable, params: tuple, dims: tuple) -> Callable:
+    return jax.jit(lambda *args: _over_examples(functools.partial(bind, **dict(params)), dims, args))
+
+
+def _over_examples(bind: Callable, dims: Sequence[int | None], args: Sequence[Any]) -> list[Any]:
     moved = [x for x, d in zip(args, dims) if d is not None]
 
     def one(xs):
         given = iter(xs)
         return bind(*[x if d is None else next(given) for x, d in zip(args, dims)])
 
-    outs = jax.lax.map(one, moved)
-    return outs, [0] * len(outs)
+    return jax.lax.map(one, moved)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..config.selection import ConfigSelectorChain
 from ..core.kernel import Kernel
-from ..core.snapshot import current
+from ..core.snapshot import current, uid_of
+from ..errors import UnsupportedError
 from ..utils.fingerprint import abstractify, is_array
 from ..utils.values import stable_json
 from .executor import Executor, default_executor
@@ -91,6 +93,7 @@ def pmap_with_config(
     Raises:
         TypeError: no kernel among the arguments.
         ValueError: `in_axes` does not fit the arguments, lengths differ, or there are fewer devices.
+        UnsupportedError: inside a program that has a mesh already.
 
     Example:
         >>> import jax.numpy as jnp
@@ -102,32 +105,61 @@ def pmap_with_config(
     options = {"axis_name": axis_name, "in_axes": in_axes, "executor": executor}
     given = _sorted_out("pmap_with_config", kernel, others, options)
     op, run, axes, axis = given["kernel"], given["executor"], given["in_axes"], given["axis_name"]
-    programs: dict[Any, Callable] = {}
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, tree, places = _axes_of(op, args, axes)
         parts = [jnp.moveaxis(leaves[i], dim, 0) for i, dim in places.items()]
         mesh = Mesh(np.asarray(_devices(op, devices, parts)), (axis,), axis_types=(AxisType.Auto,))
         rest, rest_tree = jax.tree.flatten(([None if i in places else x for i, x in enumerate(leaves)], kwargs))
-        shared = {i: x for i, x in enumerate(rest) if is_array(x)}
-        static = stable_json(abstractify([rest, str(rest_tree), str(tree)]), where=f"an argument of {op.op_id_v}")
-        key = (static, mesh, tuple(places), len(parts), run.chooser)
-
-        def local(*arrays):  # one device's part of what is split, and all of the rest
-            split, whole = arrays[: len(places)], iter(arrays[len(places) :])
-            others, kwargs = jax.tree.unflatten(rest_tree, [next(whole) if i in shared else x for i, x in kept])
-            out = run(op, *_filled(others, tree, places, [x[0] for x in split]), **kwargs)
-            return jax.tree.map(lambda x: x[None], out)
-
-        if key not in programs:
-            kept = list(enumerate(None if i in shared else x for i, x in enumerate(rest)))
-            specs = (PartitionSpec(axis),) * len(parts) + (PartitionSpec(),) * len(shared)
-            programs[key] = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(axis)))
+        shared = tuple(i for i, x in enumerate(rest) if is_array(x))
+        static = _Static([None if i in shared else x for i, x in enumerate(rest)], op)
         _tune_first(run, op, _one_example(leaves, tree, places), kwargs)
+        program = _program(op, run, uid_of(run.chooser), static, rest_tree, shared, tree, tuple(places), mesh)
         placed = [_put(x, mesh, PartitionSpec(axis)) for x in parts]
-        return programs[key](*placed, *[_put(x, mesh, PartitionSpec()) for x in shared.values()])
+        placed += [_put(rest[i], mesh, PartitionSpec()) for i in shared]
+        if jax.sharding.get_abstract_mesh().empty:
+            return program(*placed)
+        if any(isinstance(x, Tracer) for x in placed):
+            raise UnsupportedError(
+                "pmap_with_config has a mesh of its own; in a program that has one use jax.shard_map"
+            )
+        with jax.set_mesh(mesh):
+            return program(*placed)
 
     return mapped
+
+
+class _Static:
+    """The static leaves of a call, compared by value: what a compiled program is kept for may hold no arrays."""
+
+    def __init__(self, leaves: list[Any], kernel: Kernel):
+        self.leaves = leaves
+        self.text = stable_json(leaves, where=f"an argument of {kernel.op_id_v}")
+
+    def __eq__(self, other):
+        return isinstance(other, _Static) and self.text == other.text
+
+    def __hash__(self):
+        return hash(self.text)
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    kernel: Kernel, run: Executor, chooser: int, static: _Static, rest_tree: Any, shared: tuple[int, ...], tree: Any,
+    places: tuple[int, ...], mesh: Mesh,
+) -> Callable:  # fmt: skip
+    """The program of all devices, of arrays that are split and then of arrays that each device has whole."""
+
+    def local(*arrays):
+        split, whole = arrays[: len(places)], dict(zip(shared, arrays[len(places) :]))
+        rest = [whole.get(i, leaf) for i, leaf in enumerate(static.leaves)]
+        leaves, kwargs = jax.tree.unflatten(rest_tree, rest)
+        out = run(kernel, *_filled(leaves, tree, places, [x[0] for x in split]), **kwargs)
+        return jax.tree.map(lambda x: x[None], out)
+
+    over = PartitionSpec(*mesh.axis_names)
+    specs = (over,) * len(places) + (PartitionSpec(),) * len(shared)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=over))
 
 
 def _sorted_out(name: str, first: Any, others: tuple, options: dict[str, Any]) -> dict[str, Any]:
@@ -178,7 +210,7 @@ def _axes_of(kernel: Kernel, args: tuple, in_axes: Any) -> tuple[list[Any], Any,
     return leaves, tree, places
 
 
-def _filled(leaves: Sequence[Any], tree: Any, places: dict[int, int], arrays: Sequence[Any]) -> tuple:
+def _filled(leaves: Sequence[Any], tree: Any, places: Iterable[int], arrays: Sequence[Any]) -> tuple:
     """The arguments with arrays in the given places."""
     found = dict(zip(places, arrays))
     return jax.tree.unflatten(tree, [found.get(i, leaf) for i, leaf in enumerate(leaves)])
@@ -187,8 +219,8 @@ def _filled(leaves: Sequence[Any], tree: Any, places: dict[int, int], arrays: Se
 def _one_example(leaves: Sequence[Any], tree: Any, places: dict[int, int]) -> tuple:
     """The arguments of one example, or one device, as shapes."""
     shapes = [
-        jax.ShapeDtypeStruct(tuple(np.delete(leaves[i].shape, axis).tolist()), leaves[i].dtype)
-        for i, axis in places.items()
+        jax.ShapeDtypeStruct(tuple(np.delete(x.shape, places[i]).tolist()), x.dtype, weak_type=x.weak_type)
+        for i, x in zip(places, abstractify([leaves[i] for i in places]))
     ]
     return _filled(leaves, tree, places, shapes)
 

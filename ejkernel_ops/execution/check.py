@@ -92,7 +92,7 @@ def _fault(out: np.ndarray, exact: np.ndarray, plain: np.ndarray) -> str | None:
     if out.shape != exact.shape:
         return f"shape {out.shape}, expected {exact.shape}"
     if np.issubdtype(exact.dtype, np.complexfloating):
-        out, exact, plain = (np.stack([x.real, x.imag]) for x in (out, exact, plain))
+        out, exact, plain = (np.stack([np.real(x), np.imag(x)]) for x in (out, exact, plain))
     if not np.issubdtype(exact.dtype, np.floating):
         return None if np.array_equal(out, exact) else "integers differ"
     if out.size == 0:

@@ -15,7 +15,7 @@ from ..errors import EjkernelError, LabelError, TuningError, UnsupportedError
 from ..registry import find_call, get_invocations
 from ..utils.fingerprint import device_fingerprint
 from ..utils.labelled import LABEL_ONLY
-from ..utils.meta import CallSite, call_sites, extract_labels_from_hlo_text, program_text, split_label
+from ..utils.meta import OTHER_LABEL, CallSite, call_sites, extract_labels_from_hlo_text, program_text, split_label
 from .measure import inside_trace
 from .result import AutotuningResult, Entry
 
@@ -62,7 +62,10 @@ def autotune_lowered(
     text = program_text(lowered)
     if text.startswith("HloModule"):
         raise LabelError("the program is compiled: its calls cannot be counted any more; pass the lowered one")
-    for label, sites in _by_label(text).items():
+    found = _by_label(text)
+    if not found and (other := OTHER_LABEL.search(text)):
+        raise LabelError(f"the program has labels of another prefix, such as {other[1]}; set EJKERNEL_OPS_PREFIX to it")
+    for label, sites in found.items():
         key = Key(device, *split_label(label))
         inv, reason = find_call(key), ""
         if any(site.config == LABEL_ONLY for site in sites):

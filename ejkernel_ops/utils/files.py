@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 
@@ -15,9 +16,10 @@ def replace_file(path: str | os.PathLike, text: str) -> None:
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot save to {path}: the folder {path.parent} does not exist")
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    part = path.with_name(f".tmp-{secrets.token_hex(8)}")  # a name of its own for each writer, of any thread or process
     try:
-        part.write_text(text, encoding="utf-8")
+        with open(part, "x", encoding="utf-8") as file:
+            file.write(text)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from .labelled import labelled
 LABEL_PREFIXES = (DEFAULT_PREFIX,)
 _LABEL = r"(?P<op>[A-Za-z0-9_.-]{1,64}@v[A-Za-z0-9_.-]{1,32}):(?P<key>[0-9a-f]{16})"
 _LABEL_OR_SCOPE = r"(?P<op>[A-Za-z0-9_.-]{1,64})[@~]v(?P<version>[A-Za-z0-9_.-]{1,32})[:~](?P<key>[0-9a-f]{16})"
+OTHER_LABEL = re.compile(r'ejkernel_call = "([A-Za-z0-9_.-]{1,63}#[^"]*)"')
 LABEL_RE = re.compile(r"ejkernel_ops#" + _LABEL)
 
 

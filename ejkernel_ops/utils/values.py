@@ -240,9 +240,9 @@ def value_form(obj: Any, where: str) -> Any:  # one branch for each kind of valu
     if dataclasses.is_dataclass(obj):
         fields = {f.name: value_form(getattr(obj, f.name), f"{where}.{f.name}") for f in dataclasses.fields(obj)}
         return {"dataclass": f"{type(obj).__module__}:{type(obj).__qualname__}", "fields": fields}
-    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+    if isinstance(obj, tuple) and (fields := getattr(obj, "_fields", None)) is not None:
         name = f"{type(obj).__module__}:{type(obj).__qualname__}"
-        return {"namedtuple": [name, *(value_form(x, f"{where}.{f}") for f, x in zip(obj._fields, obj))]}
+        return {"namedtuple": [name, *(value_form(x, f"{where}.{f}") for f, x in zip(fields, obj))]}
     if isinstance(obj, (tuple, list)):
         kind = "tuple" if isinstance(obj, tuple) else "list"
         return {kind: [value_form(x, f"{where}[{i}]") for i, x in enumerate(obj)]}
