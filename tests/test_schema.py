@@ -66,7 +66,7 @@ def test_text_is_the_same_in_every_process():
     runs = [
         subprocess.Popen(
             [sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
         )
         for seed in ("1", "2", "3")
     ]  # fmt: skip
