@@ -15,6 +15,7 @@ from ejkernel_ops import (
     autotune_lowered,
     find_labels_in_lowered,
     overlay_cache,
+    policy_override,
     record_invocation,
 )
 from ejkernel_ops.utils.meta import split_label
@@ -462,3 +463,25 @@ class Sines(Gradients):
 
     def vjp(self, residuals, out, cotangent, x, *, cfg):
         return (cotangent * residuals["slope"],)
+
+
+def test_a_pinned_result_of_the_gradient_is_enough_for_the_gradient():
+    x = np.ones(3, np.float32)
+    step = jax.jit(jax.grad(lambda x: Sines()(x).sum()))
+    result = autotune_lowered(ConfigSelectorChain(tuner=Autotuner(num_iters=1)), step.lower(x), strict=True)
+    with policy_override(mode="pinned"), result:
+        close(step(x), np.cos(x))
+    with policy_override(mode="pinned"), pytest.raises(ConfigError, match="policy is pinned"):
+        step(x)
+
+
+def test_custom_vjp_of_another_signature_is_an_error_that_says_how():
+    class Short(Gradients):
+        def run(self, x, *, cfg):
+            return x
+
+        def custom_vjp(self, primals, cotangents):
+            return cotangents
+
+    with pytest.raises(ConfigError, match=r"\(primals, cotangents\) cannot be called as custom_vjp\(primals, cfg"):
+        jax.grad(Short("test_short_custom_vjp"))(1.0)

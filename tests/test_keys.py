@@ -262,6 +262,13 @@ def test_name_and_op_id_are_one_thing():
         Probe("test_spelled", op_id="test_other")
 
 
+def test_the_name_may_be_a_class_attribute_of_either_spelling_and_is_text():
+    assert type("ByName", (Probe,), {"name": "test_by_name"})().op_id == "test_by_name"
+    assert type("ByOpId", (Probe,), {"name": "", "op_id": "test_by_op_id"})().op_id == "test_by_op_id"
+    with pytest.raises(ConfigError, match=r"name is a ndarray; expected text.*: Probe\(\)\(...\)"):
+        Probe(X)
+
+
 # Keys of several processes
 
 SCRIPT = """

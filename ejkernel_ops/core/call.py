@@ -137,7 +137,9 @@ def explicit_pairs(kernel: Kernel, cfg: Any) -> tuple:
     if isinstance(cfg, dict):
         unknown = set(cfg) - {k.op_id for k in kernels}
         if unknown:
-            raise ConfigError(f"cfg names {sorted(unknown)}; expected some of {[k.op_id for k in kernels]}")
+            expected = "a config" if kernel.config_cls is None else f"a {kernel.config_cls.__name__}"
+            names = [k.op_id for k in kernels]
+            raise ConfigError(f"cfg names {sorted(unknown, key=str)}; expected {expected}, or configs by {names}")
         pairs = tuple((k.op_id, cfg[k.op_id]) for k in kernels if k.op_id in cfg)
     else:
         fits = [k for k in kernels if k is kernel or k.config_cls is None or isinstance(cfg, k.config_cls)]

@@ -92,20 +92,23 @@ class MethodBackward(Kernel):
 
     def _vjp(self, method: Callable, args: tuple, rest: tuple, cfg: Any, kwargs: dict) -> Any:
         out, residuals, cotangent = rest
-        given = (residuals, out, _filled(out, cotangent), *args)
-        try:
-            inspect.signature(method).bind(*given, cfg=cfg, **kwargs)
-        except TypeError as error:
-            names = ", ".join(list(self.forward.signature.parameters)[: len(args)])
-            raise ConfigError(
-                f"{self.forward.op_id_v}: vjp{inspect.signature(method)} cannot be called as vjp(residuals, out, "
-                f"cotangent, {names}, cfg=..., **{sorted(kwargs)}): {error}"
-            ) from None
-        return method(*given, cfg=cfg, **kwargs)
+        names = [*list(self.forward.signature.parameters)[: len(args)], *(f"{n}=" for n in ["cfg", *kwargs])]
+        form = f"vjp(residuals, out, cotangent, {', '.join(names)})"
+        return self._called(method, form, (residuals, out, _filled(out, cotangent), *args), {"cfg": cfg, **kwargs})
 
     def _custom_vjp(self, method: Callable, args: tuple, rest: tuple, cfg: Any, kwargs: dict) -> Any:
         outs, cotangents = rest[: len(rest) // 2], rest[len(rest) // 2 :]
-        return method(args, cfg, kwargs, tuple(map(_filled, outs, cotangents)))
+        given = (args, cfg, kwargs, tuple(map(_filled, outs, cotangents)))
+        return self._called(method, "custom_vjp(primals, cfg, kwargs, cotangents)", given, {})
+
+    def _called(self, method: Callable, form: str, args: tuple, kwargs: dict) -> Any:
+        signature = inspect.signature(method)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            name = f"{self.forward.op_id_v}: {self.style}{signature}"
+            raise ConfigError(f"{name} cannot be called as {form}: {error}") from None
+        return method(*args, **kwargs)
 
     def all_candidates(self, inv: Any) -> Iterable[Any]:
         """Those of the forward."""

@@ -97,7 +97,14 @@ class Kernel(Generic[Cfg, Out]):
     def __init__(self, name: str | None = None, version: str | None = None, *, op_id: str | None = None):
         if name is not None and op_id is not None and name != op_id:
             raise ConfigError(f"name is {name!r} and op_id is {op_id!r}: two spellings of one thing; give one")
-        self.op_id = name or op_id or type(self).name or type(self).__name__
+        for given in (name, op_id):
+            if not isinstance(given, (str, type(None))):
+                raise ConfigError(
+                    f"name is a {type(given).__name__}; expected text. A kernel is made first and then called: "
+                    f"{type(self).__name__}()(...)"
+                )
+        own = getattr(type(self), "op_id", None)  # a class attribute, the other spelling of `name`
+        self.op_id = name or op_id or type(self).name or own or type(self).__name__
         self.version = str(self.version if version is None else version)
         if not _NAME.fullmatch(self.op_id) or self.op_id.strip(".") == "":
             raise ConfigError(f"name is {self.op_id!r}; expected 1 to 64 of the characters A-Z a-z 0-9 _ . -")
@@ -258,8 +265,9 @@ def require_kernel(kernel: Any) -> None:
 def find_kernel(op_id_v: str) -> Kernel:
     """The kernel of a name; raises `ConfigError` where no such kernel was made in this process."""
     if op_id_v not in KERNELS:
+        known = ", ".join(sorted(KERNELS)) or "none"
         raise ConfigError(
-            f"unknown op {op_id_v!r}; known: {', '.join(sorted(KERNELS)) or 'none'}. Import the module that defines it"
+            f"unknown op {op_id_v!r}; known: {known}. Import the module that defines it, and make the kernel: MyKernel()"
         )
     return KERNELS[op_id_v]
 

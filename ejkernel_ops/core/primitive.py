@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ..config.cache import generation
 from ..config.choice import describe
-from ..config.selection import choose, tunes_on_call
+from ..config.selection import choose, heuristic, tunes_on_call
 from ..errors import ConfigError, UnsupportedError
 from ..registry import record
 from ..utils.fingerprint import device_of
@@ -96,8 +96,7 @@ def _cached_output(call: Call, avals: tuple, mesh: Any, x64: bool) -> tuple[Any,
         bound = call.arguments(operands)
         out = None if call.residuals else call.kernel.out_like(*bound.args, **bound.kwargs)
         if out is None:
-            inv = call.invocation(operands)
-            cfg = choose(inv, call.snapshot, call.generation).cfg
+            cfg = _config_for_types(call, operands)
             out = call.method(cfg, None)(*bound.args, **bound.kwargs, cfg=cfg)
             if call.residuals and not (isinstance(out, tuple) and len(out) == 2):
                 name = f"{call.kernel.op_id_v}.fwd_with_residuals"
@@ -107,6 +106,19 @@ def _cached_output(call: Call, avals: tuple, mesh: Any, x64: bool) -> tuple[Any,
 
     types = jax.make_jaxpr(traced)(*avals).out_avals
     return structure[0] if structure else None, types
+
+
+def _config_for_types(call: Call, operands: Sequence[Any]) -> Any:
+    """A config to trace with where types alone are wanted: such a call need not run, so it need not be pinned."""
+    inv = call.invocation(operands)
+    try:
+        return choose(inv, call.snapshot, call.generation).cfg
+    except ConfigError:
+        try:
+            return heuristic(inv)
+        except ConfigError:
+            pass
+        raise
 
 
 def _out_kinds(call: Call, tree: Any, count: int) -> tuple:

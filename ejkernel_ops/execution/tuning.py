@@ -169,16 +169,18 @@ class Autotuner:
 
 def _prepared(inv: Invocation, candidates: Iterable[Any] | None, inputs: Sequence[Any] | None) -> tuple:
     """Heuristic config, all configs, operands and reference: code of the kernel's author, which may fail in any way."""
+    step = "the heuristic config"
     try:
         default = heuristic(inv)
+        step = "candidate_cfgs"
         found = inv.kernel.all_candidates(inv) if candidates is None else candidates
         configs = list(dict.fromkeys([default, *found]))
+        step = "make_inputs"
         inputs = inv.kernel.make_inputs(inv, np.random.default_rng(SEED)) if inputs is None else list(inputs)
+        step = "the heuristic config"
         return default, configs, inputs, Reference(inv, inputs)
     except Exception as error:
-        raise TuningError(
-            f"the heuristic config of {inv!r} does not run, so nothing can be compared: {_first_line(error)}"
-        ) from None
+        raise TuningError(f"{step} of {inv!r} does not run, so nothing can be compared: {_first_line(error)}") from None
 
 
 def _first_line(error: Exception) -> str:
