@@ -265,9 +265,7 @@ def test_configs_by_name_of_the_kernel():
     statics = dict(activation=None, weight_layout="io", out_dtype=np.dtype("float32"), precision=None)
     lowered = jax.jit(lambda x, w: LINEAR(x, w, cfg={"linear": config}, **statics)[0]).lower(X, W)
     assert configs_of(lowered)["linear"].startswith("backend=xla fwd.blocksize_m=2 |")
-    with pytest.raises(
-        ConfigError, match=r"cfg names \['lin'\]; expected a LinearConfig, or configs by \['linear', 'linear_bwd'\]"
-    ):
+    with pytest.raises(ConfigError, match=r"cfg names \['lin'\]; expected a LinearConfig, or configs by .*bwd"):
         LINEAR(X, W, cfg={"lin": config}, **statics)
     with pytest.raises(ConfigError, match="cannot be hashed"):
         TOLD(ONE, cfg=[1])

@@ -266,9 +266,7 @@ def find_kernel(op_id_v: str) -> Kernel:
     """The kernel of a name; raises `ConfigError` where no such kernel was made in this process."""
     if op_id_v not in KERNELS:
         known = ", ".join(sorted(KERNELS)) or "none"
-        raise ConfigError(
-            f"unknown op {op_id_v!r}; known: {known}. Import the module that defines it, and make the kernel: MyKernel()"
-        )
+        raise ConfigError(f"unknown op {op_id_v!r}; known: {known}. Import its module and make the kernel: MyKernel()")
     return KERNELS[op_id_v]
 
 
