@@ -1,8 +1,8 @@
-"""The documented flow, end to end: what a user of the original documents would try first.
+"""The documented flow, end to end, with what must hold around it.
 
-Of the fifteen points that the design was accepted on, these are 1, 4, 5, 6, 8, 9, 13 and 14. Elsewhere are 2
-(`test_saved_calls`), 3 (`test_labels`), 7 (`test_keys`), 10 (`test_caches`), 11 (`test_gradient_methods`), 12
-(`test_attention`) and 15 (`test_project`).
+Further promises of the same flow: saved calls (`test_saved_calls`), labels in every form of a program (`test_labels`),
+keys (`test_keys`), caches (`test_caches`), gradients as methods (`test_gradient_methods`), gradients of bias and sinks
+(`test_attention`), imports (`test_project`).
 """
 
 import gc
@@ -75,7 +75,7 @@ def block(x, weight):
     return x + linear(flash_attention(heads, heads, heads, causal=True).reshape(x.shape), weight)
 
 
-# 1. The flow, in every framework and under every transform
+# The flow, in every framework and under every transform
 
 
 class LinenBlock(nn.Module):
@@ -195,7 +195,7 @@ def test_the_flow_holds_under(program):
     close(again.compile(FAST)(*args), wanted, 1e-4)
 
 
-# 4. Directions are apart
+# Directions are apart
 
 
 def test_changing_only_the_backward_entry_changes_only_the_backward():
@@ -211,7 +211,7 @@ def test_changing_only_the_backward_entry_changes_only_the_backward():
     assert step(ONE) == (1, 1)
 
 
-# 5 and 6. Contexts and overrides
+# Contexts and overrides
 
 
 def test_results_retrace_what_they_change_and_nothing_else():
@@ -237,7 +237,7 @@ def test_an_explicit_config_beats_all_under_every_policy_and_is_not_stored(mode)
     assert selector.cache.items() == [(KEY, 4)]
 
 
-# 8. Nothing is timed inside a trace
+# Nothing is timed inside a trace
 
 
 def test_under_jit_nothing_is_timed_and_the_program_is_one_call():
@@ -249,7 +249,7 @@ def test_under_jit_nothing_is_timed_and_the_program_is_one_call():
     assert configs_of(lowered)["test_slope_bwd"].startswith("1 ")
 
 
-# 9. A heuristic that was compared with nothing is not stored as tuned
+# A heuristic that was compared with nothing is not stored as tuned
 
 
 def test_where_every_other_candidate_fails_the_heuristic_runs_and_nothing_is_stored(monkeypatch, tmp_path):
@@ -267,7 +267,7 @@ def test_where_every_other_candidate_fails_the_heuristic_runs_and_nothing_is_sto
     assert selector.cache.items() == []
 
 
-# 13. Processes that take one result have one program
+# Processes that take one result have one program
 
 SCRIPT = """
 import hashlib, json, sys
@@ -300,7 +300,7 @@ def test_processes_that_take_one_result_run_one_program(tmp_path):
     assert run("tune") == run("take") == run("take too")
 
 
-# 14. What is recorded keeps nothing alive
+# What is recorded keeps nothing alive
 
 
 def test_no_array_lives_on_in_the_registry():
