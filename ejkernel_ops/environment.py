@@ -59,20 +59,16 @@ def label_prefix(prefix: str | None = None) -> str:
     return found
 
 
-_warned: set[str] = set()
-
-
 def _read(name: str) -> str | None:
-    _warn_of_unknown(len(os.environ))
+    _warn_of_unknown()
     return os.environ.get(name)
 
 
-@functools.lru_cache(maxsize=64)  # once while as many are set: this is read with every call that is lowered
-def _warn_of_unknown(count: int) -> None:
+@functools.cache  # once in a process
+def _warn_of_unknown() -> None:
     for name in sorted(os.environ):
-        if not name.startswith("EJKERNEL_OPS_") or name in VARIABLES or name in _warned:
+        if not name.startswith("EJKERNEL_OPS_") or name in VARIABLES:
             continue
-        _warned.add(name)
         near = difflib.get_close_matches(name, VARIABLES, 1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(VARIABLES)}"
         warnings.warn(f"the environment variable {name} is not known and has no effect; {hint}", stacklevel=4)

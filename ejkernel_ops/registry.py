@@ -81,7 +81,7 @@ def record_invocation(*args: Any) -> None:
         kernel, inv = args
         if not isinstance(inv, Invocation) or inv.kernel != kernel:
             raise TypeError(f"got ({kernel!r}, {inv!r}); expected a kernel and an Invocation of it")
-        _keep(Key(args[1].device_fingerprint, args[1].op_id_v, args[1].call_key), args[1])
+        _keep(Key(inv.device_fingerprint, inv.op_id_v, inv.call_key), inv)
     elif len(args) == 6:
         device, op_id_v, call_key, kernel, call_args, kwargs = args
         require_kernel(kernel)
@@ -211,6 +211,7 @@ def _to_plain(key: Key, inv: Invocation) -> dict[str, Any]:
         "arguments": [[name, value_form(value, f"argument {name!r}")] for name, value in inv.arguments.items()],
         "needs": value_form(inv.needs, "needs"),
         "all_needs": [] if call is None or call.needs is None else list(call.needs),
+        "forward": None if call is None or call.forward is None else call.forward.kernel.op_id_v,
         "residuals": inv.residuals,
     }
 
@@ -231,7 +232,7 @@ def _from_plain(data: dict[str, Any]) -> tuple[Key, Invocation]:
             f"the call {key.op_id_v}:{key.call_key} has another key here, {inv.call_key}: the kernel or its attributes "
             "differ, or the key was made by hand"
         )
-    inv.call, _ = call_like(inv)
+    inv.call, _ = call_like(inv, None if data["forward"] is None else find_kernel(str(data["forward"])))
     if needs := tuple(map(bool, data["all_needs"])):
         if inv.call.needs is None or len(needs) != len(inv.call.needs):
             raise CacheFormatError(f"{key.op_id_v}:{key.call_key} has needs of another length")

@@ -113,11 +113,11 @@ def test_the_config_is_chosen_once_from_shapes_without_running_the_kernel(make, 
 
 def test_results_and_explicit_configs_reach_batched_calls():
     x = np.ones((DEVICES,), np.float32)
-    for fn, key in ((pmap_with_config(TOLD), key_of(TOLD, np.float32(1))),):
-        assert fn(x).tolist() == [1] * DEVICES
-        with overlay_cache({key: 5}):
-            assert fn(x).tolist() == [5] * DEVICES
-        assert fn(x, cfg=3).tolist() == [3] * DEVICES
+    fn = pmap_with_config(TOLD)
+    assert fn(x).tolist() == [1] * DEVICES
+    with overlay_cache({key_of(TOLD, np.float32(1)): 5}):
+        assert fn(x).tolist() == [5] * DEVICES
+    assert fn(x, cfg=3).tolist() == [3] * DEVICES
     assert vmap_with_config(TOLD)(x, cfg=3).tolist() == [3] * DEVICES
 
 

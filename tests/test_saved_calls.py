@@ -22,6 +22,7 @@ from ejkernel_ops import (
     ConfigSelectorChain,
     Invocation,
     Kernel,
+    Key,
     autotune_lowered,
     autotune_recorded,
     clear_invocations,
@@ -34,6 +35,7 @@ from ejkernel_ops import (
     record_invocation,
     save_invocations,
 )
+from ejkernel_ops.registry import find_call
 
 from .ops import recorded
 from .test_gradient_methods import CALLS, RESIDUAL, loss
@@ -316,3 +318,37 @@ def test_writers_of_one_file_do_not_meet(tmp_path):
         list(pool.map(lambda _: save_invocations(tmp_path / "calls.json"), range(80)))
     load_invocations(tmp_path / "calls.json")
     assert [p.name for p in tmp_path.iterdir()] == ["calls.json"]
+
+
+def test_kernels_that_share_a_backward_get_their_own_calls_back(tmp_path):
+    class SharedBackward(Kernel):
+        name = "test_shared_bwd"
+
+        def run(self, x, out, dout, *, cfg, needs, factor):
+            return dout * factor
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+    class First(Kernel):
+        name, backward = "test_shares_first", SharedBackward()
+
+        def run(self, x, *, cfg, factor):
+            return x * factor
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+    class Second(First):
+        name = "test_shares_second"
+
+    First()
+    second = Second()
+    jax.jit(jax.grad(lambda x: second(x, factor=2.0).sum())).lower(X)
+    file = saved(tmp_path)
+    assert {call["forward"] for call in json.loads(file.read_text())["calls"]} == {None, "test_shares_second@v1"}
+    clear_invocations()
+    load_invocations(file)
+    (key,) = get_invocations()["test_shared_bwd@v1"]
+    inv = find_call(Key(device_fingerprint(), "test_shared_bwd@v1", key))
+    assert inv.call.forward.kernel is second

@@ -1,5 +1,7 @@
 """Tuning: the fastest right config wins, whatever the others do; `autotune_lowered` needs `lower()` alone."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -286,6 +288,25 @@ def test_labels_of_another_prefix_are_not_passed_over(monkeypatch):
     monkeypatch.delenv("EJKERNEL_OPS_PREFIX")
     with pytest.raises(ek.LabelError, match=r"another prefix, such as mine#linear@v1.*EJKERNEL_OPS_PREFIX"):
         ek.autotune_lowered(selector(), lowered)
+
+
+def test_a_config_that_disks_cannot_keep_is_tuned_all_the_same(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Local:
+        factor: int = 1
+
+    class Unstored(ek.Kernel):
+        def run(self, x, *, cfg):
+            return x * cfg.factor
+
+        def heuristic_cfg(self, inv):
+            return Local()
+
+    lowered = jax.jit(Unstored("unstored_test")).lower(X)
+    chain = selector(persistent=ek.PersistentCache(tmp_path))
+    with pytest.warns(UserWarning, match=r"unstored_test@v1 is tuned in this process only: .*could not be read back"):
+        result = ek.autotune_lowered(chain, lowered)
+    assert [e.cfg for e in result.entries] == [cfg for _, cfg in chain.cache.items()] == [Local()]
 
 
 def test_a_trace_is_no_place_to_tune(lowered):

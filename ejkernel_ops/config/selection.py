@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -178,7 +179,10 @@ class ConfigSelectorChain:
         """Keeps a measured winner, in memory and on disk."""
         self.cache.put(*key, cfg)
         if self.persistent is not None and self.persist_autotune:
-            self.persistent.put(*key, cfg)
+            try:
+                self.persistent.put(*key, cfg)
+            except ConfigError as error:  # what was measured is not lost to a config that disks cannot keep
+                warnings.warn(f"{key.op_id_v} is tuned in this process only: {error}", stacklevel=3)
 
     def forget(self, key: Key) -> None:
         """Takes a config back out of memory and disk."""

@@ -295,8 +295,12 @@ def backward_call(
     )  # fmt: skip
 
 
-def call_like(inv: Invocation) -> tuple[Call, list[Any]]:
+def call_like(inv: Invocation, forward: Kernel | None = None) -> tuple[Call, list[Any]]:
     """The static part and the arrays of a call that was recorded, loaded or made by hand.
+
+    Args:
+        inv: the call.
+        forward: of a backward call, the kernel that it differentiates; default the one here that has it as backward.
 
     Raises:
         ConfigError: a backward call of a kernel that no kernel here has as its backward.
@@ -305,11 +309,12 @@ def call_like(inv: Invocation) -> tuple[Call, list[Any]]:
         return inv.call, inv.operands
     if inv.needs is None:
         return make_call(inv.kernel, inv.args, inv.kwargs, residuals=inv.residuals)
-    forward = [kernel for kernel in KERNELS.values() if kernel.backward == inv.kernel]
-    if not forward:
+    if forward is None:
+        forward = next((kernel for kernel in KERNELS.values() if kernel.backward == inv.kernel), None)
+    if forward is None:
         raise ConfigError(f"{inv!r} has needs, but no kernel here has {inv.kernel.op_id_v} as its backward")
     args = inv.args[: len(inv.needs)]
-    call, operands = make_call(forward[0], args, inv.kwargs, residuals=forward[0].defines("fwd_with_residuals"))
+    call, operands = make_call(forward, args, inv.kwargs, residuals=forward.defines("fwd_with_residuals"))
     pairs = zip(jax.tree.leaves(args), jax.tree.leaves(inv.needs))
     needs = [bool(needed) for x, needed in pairs if is_array(x)]
     needs += [False] * (len(operands) - len(needs))  # of keyword arrays

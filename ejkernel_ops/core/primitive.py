@@ -7,6 +7,7 @@ are folded in, shapes inside `shard_map` are local, and nothing is recorded that
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -114,10 +115,8 @@ def _config_for_types(call: Call, operands: Sequence[Any]) -> Any:
     try:
         return choose(inv, call.snapshot, call.generation).cfg
     except ConfigError:
-        try:
+        with contextlib.suppress(ConfigError):
             return heuristic(inv)
-        except ConfigError:
-            pass
         raise
 
 
