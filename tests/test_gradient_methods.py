@@ -485,3 +485,36 @@ def test_custom_vjp_of_another_signature_is_an_error_that_says_how():
 
     with pytest.raises(ConfigError, match=r"\(primals, cotangents\) cannot be called as custom_vjp\(primals, cfg"):
         jax.grad(Short("test_short_custom_vjp"))(1.0)
+
+
+def test_a_backward_kernel_may_take_residuals_too():
+    class TakesBackward(Gradients):
+        name = "test_takes_bwd"
+
+        def run(self, x, scale, out, residuals, dout, *, cfg, needs):
+            assert [o.shape for o in out] == [d.shape for d in dout]
+            d = (dout[0] + 2 * dout[1]) * residuals["slope"]
+            return d * scale, jnp.sum(d * x)
+
+    class Takes(Gradients):
+        name, backward = "test_takes", TakesBackward()
+
+        def run(self, x, scale, *, cfg):
+            out = jnp.sin(x * scale)
+            return out, 2 * out
+
+        def fwd_with_residuals(self, x, scale, *, cfg):
+            out = jnp.sin(x * scale)
+            return (out, 2 * out), {"slope": jnp.cos(x * scale)}
+
+    kernel = Takes()
+
+    def ours(x, scale):
+        return sum(jnp.sum(out**2) for out in kernel(x, scale))
+
+    def plain(x, scale):
+        return 5 * jnp.sum(jnp.sin(x * scale) ** 2)
+
+    close(jax.grad(ours, (0, 1))(B, 0.7), jax.grad(plain, (0, 1))(B, 0.7))
+    close(fast(twice(ours, 2), B, 0.7), fast(twice(plain, 2), B, 0.7), 2e-4)
+    assert runs(jax.jit(jax.grad(ours)).lower(B, 0.7)) == {"test_takes@v1": 1, "test_takes_bwd@v1": 1}
