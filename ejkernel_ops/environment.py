@@ -6,6 +6,7 @@ import difflib
 import functools
 import os
 import re
+import sys
 import warnings
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def label_prefix(prefix: str | None = None) -> str:
         name = "prefix" if prefix else PREFIX
         raise LabelError(f"{name} is {found!r}; expected 1 to 63 of A-Z a-z 0-9 _ . - and then #")
     return found
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child process that imports what this one can, and shares its device."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # this process may hold most of the memory already
+    }
 
 
 def _read(name: str) -> str | None:

@@ -23,5 +23,9 @@ class TuningError(EjkernelError, RuntimeError):
     """A tuning run that gives no config, such as one in which the heuristic config does not run."""
 
 
+class DeviceLostError(TuningError):
+    """A candidate broke the device for this process: nothing more can be run, let alone tuned, before a restart."""
+
+
 class UnsupportedError(EjkernelError, NotImplementedError):
     """A back end that cannot do what was asked of it, or an option that nothing supports yet."""

@@ -149,8 +149,8 @@ def save_invocations(path: str | os.PathLike, device: str | None = None) -> None
     calls = []
     for key, inv in found:
         try:
-            plain = _to_plain(key, inv)
-            _from_plain(parse_json(json.dumps(plain)))
+            plain = call_to_plain(key, inv)
+            call_from_plain(parse_json(json.dumps(plain)))
         except (ConfigError, CacheFormatError) as error:
             warnings.warn(f"{key.op_id_v}:{key.call_key} is not saved: {error}", stacklevel=2)
         else:
@@ -188,7 +188,7 @@ def load_invocations(path: str | os.PathLike, *, device: str | None = None) -> N
             raise CacheFormatError("not saved invocations: the field 'format' is missing or another")
         if body.get("schema") != _SCHEMA:
             raise CacheFormatError(f"schema is {body.get('schema')!r}; this version reads {_SCHEMA}")
-        calls = [_from_plain(plain) for plain in body["calls"]]
+        calls = [call_from_plain(plain) for plain in body["calls"]]
     except CacheFormatError as error:
         raise CacheFormatError(f"{path}: {error}") from None
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -201,7 +201,12 @@ def load_invocations(path: str | os.PathLike, *, device: str | None = None) -> N
         _keep(key, inv)
 
 
-def _to_plain(key: Key, inv: Invocation) -> dict[str, Any]:
+def call_to_plain(key: Key, inv: Invocation) -> dict[str, Any]:
+    """A recorded call as JSON data.
+
+    Raises:
+        ConfigError: a static argument that could not be read back.
+    """
     call = inv.call
     return {
         "device": key.device,
@@ -216,7 +221,13 @@ def _to_plain(key: Key, inv: Invocation) -> dict[str, Any]:
     }
 
 
-def _from_plain(data: dict[str, Any]) -> tuple[Key, Invocation]:
+def call_from_plain(data: dict[str, Any]) -> tuple[Key, Invocation]:
+    """The call of JSON data; its kernels must have been made in this process.
+
+    Raises:
+        CacheFormatError: damaged, or a call that has another key here.
+        ConfigError: an unknown kernel.
+    """
     key = Key(str(data["device"]), str(data["op"]), str(data["key"]))
     kernel = find_kernel(key.op_id_v)
     values = {str(name): value_of(form) for name, form in data["arguments"]}

@@ -38,7 +38,7 @@ class Fake(Kernel[FakeConfig, jax.Array]):
 
     def run(self, x, *, cfg):
         if cfg.kind == "fails":
-            raise ValueError("out of shared memory\nand more")
+            raise ValueError("no such tile\nand more")
         if cfg.kind == "crashes":
             return jax.pure_callback(lambda x: 1 / 0, x, x)
         x = jax.pure_callback(lambda x: np.asarray(_sleep(x, cfg.ms)), x, x)

@@ -549,7 +549,7 @@ def test_tuning_a_call_by_hand_takes_arrays_or_shapes_and_configs_or_none():
 def test_tuning_by_hand_refuses_configs_and_counts_that_make_no_sense():
     refuses(lambda: autotune(SLOW, X, configs=[None]), ConfigError, "configs has a None")
     refuses(lambda: autotune(SLOW, X, configs=[[1]]), ConfigError, "cannot be hashed")
-    refuses(lambda: autotune(SLOW, X, num_iters=0), ValueError, "num_iters=0")
+    refuses(lambda: autotune(SLOW, X, num_iters=0), ValueError, "num_iters is 0; expected at least 1")
     refuses(lambda: autotune(SLOW), TypeError, "missing a required argument: 'x'")
 
 

@@ -135,7 +135,7 @@ class PersistentCache:
         kernel = KERNELS.get(key.op_id_v) if isinstance(key, Key) else None
         found = kernel.config_cls if kernel is not None and kernel.config_cls is not None else self.cfg_type
         if found is None:
-            found = _PLAIN.get(stored) or imported_dataclass(stored)
+            found = type_named(stored)
         if found is None:
             raise CacheFormatError(
                 f"the type {stored!r} is no plain one, nor a frozen dataclass of a module that is imported here: "
@@ -154,6 +154,11 @@ class PersistentCache:
             self._warned.add(kind)
         if first:
             warnings.warn(f"config cache: could not {kind} {text} (a miss; later ones are not reported)", stacklevel=4)
+
+
+def type_named(stored: str) -> type | None:
+    """The type of a stored config: a plain one, or a frozen dataclass whose module is imported here."""
+    return _PLAIN.get(stored) or imported_dataclass(stored)
 
 
 def _open(file: str, flags: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import warnings
 from collections import Counter, OrderedDict
@@ -17,6 +18,7 @@ from ..execution.measure import inside_trace
 from ..utils.values import stable_json
 from .cache import ConfigCache, Key, count_write, generation
 from .choice import Choice, combine
+from .neighbours import Neighbours, neighbours_in, place_of
 from .persistent import PersistentCache
 from .policy import AutotunePolicy, effective, policy_override
 
@@ -48,9 +50,9 @@ class ConfigChooser(Protocol):
 
 
 class ConfigSelectorChain:
-    """Chooses a config by tiers: explicit, overlays, memory, disk, tuning, heuristic.
+    """Chooses a config by tiers: explicit, overlays, memory, disk, tuning, the nearest tuned shape, heuristic.
 
-    An explicit config is never stored, and a heuristic never counts as tuned.
+    An explicit config is never stored, and neither a heuristic nor a neighbour's config counts as tuned.
 
     Args:
         cache: configs of this process; default a new `ConfigCache`.
@@ -93,6 +95,8 @@ class ConfigSelectorChain:
         self.uid = next_uid()
         self.stats: Counter[str] = Counter()
         self._answers: OrderedDict[tuple, Choice] = OrderedDict()
+        self._neighbours = Neighbours(persistent if persist_autotune else None)
+        self._tuned: dict[Key, Any] = {}  # the calls behind the keys
         self._lock = threading.Lock()
 
     @property
@@ -151,6 +155,7 @@ class ConfigSelectorChain:
             yield from self.stored(inv, key)
             if policy.mode == "auto" and policy.tune_on_call:
                 yield "tuned", self._tune_now(inv, key)
+            yield "neighbour", self._from_neighbour(inv, snapshot)
         yield "heuristic", functools.partial(_refuse if policy.mode == "pinned" else heuristic, inv)
 
     def stored(self, inv: Any, key: Key) -> Iterator[tuple[str, Any]]:
@@ -170,13 +175,55 @@ class ConfigSelectorChain:
                 "untuned", op_id_v=inv.op_id_v, call_key=inv.call_key, reason="inside a trace or several processes"
             )
             return None
-        tuned = self.tuner.tune(inv, on_event=self.emit)
-        if getattr(tuned, "compared", True):
-            self.store(key, tuned.cfg)
-        return tuned.cfg
+        return self.tune(inv, key).cfg
 
-    def store(self, key: Key, cfg: Any) -> None:
-        """Keeps a measured winner, in memory and on disk."""
+    def tune(self, inv: Any, key: Key) -> Any:
+        """Tunes a call, with what won at neighbouring shapes as a start, and keeps the winner.
+
+        Raises:
+            TuningError: as `Autotuner.tune`.
+        """
+        parameters = inspect.signature(self.tuner.tune).parameters
+        hints = (
+            {"hints": [cfg for cfg in self._near(inv, current()) if cfg is not None]} if "hints" in parameters else {}
+        )
+        tuned = self.tuner.tune(inv, on_event=self.emit, **hints)
+        self.stats["tunings"] += 1
+        self.stats.update(f"trial {trial.status}" for trial in getattr(tuned, "trials", ()))
+        if getattr(tuned, "compared", True):
+            self.store(key, tuned.cfg, inv, getattr(tuned, "heuristic", None))
+        return tuned
+
+    def _from_neighbour(self, inv: Any, snapshot: Snapshot) -> Any:
+        """The config of the nearest tuned shape for which it is legal; `None` where its heuristic won there."""
+        return next((cfg for cfg in self._near(inv, snapshot) if cfg is None or why_illegal(inv, cfg) is None), None)
+
+    def _near(self, inv: Any, snapshot: Snapshot) -> list[Any]:
+        """Configs of neighbouring shapes, the nearest first: of the overlays, then of memory and disk."""
+        try:
+            found = neighbours_in(snapshot.overlay, inv.device_fingerprint, inv)
+            if jax.process_count() == 1:  # memories and disks of several hosts differ
+                found += self._neighbours.of(inv.device_fingerprint, inv)
+        except (
+            ConfigError,
+            TypeError,
+            jax.errors.InconclusiveDimensionOperation,
+        ):  # no key, or symbols for lengths
+            return []
+        return [neighbour.cfg for neighbour in found]
+
+    def store(self, key: Key, cfg: Any, inv: Any = None, heuristic: Any = None) -> None:
+        """Keeps a measured winner, in memory and on disk.
+
+        Args:
+            key: of the call.
+            cfg: the winner.
+            inv: the call, so that its neighbours know of it.
+            heuristic: its config without tuning, which neighbours have of their own.
+        """
+        if inv is not None:
+            self._tuned[key] = inv
+            self._neighbours.add(key.device, inv, place_of(inv), None if cfg == heuristic else cfg)
         self.cache.put(*key, cfg)
         if self.persistent is not None and self.persist_autotune:
             try:
@@ -186,6 +233,8 @@ class ConfigSelectorChain:
 
     def forget(self, key: Key) -> None:
         """Takes a config back out of memory and disk."""
+        if (inv := self._tuned.pop(key, None)) is not None:
+            self._neighbours.discard(key.device, inv)
         self.cache.discard(key)
         if self.persistent is not None and self.persist_autotune:
             self.persistent.discard(key)
@@ -264,7 +313,12 @@ def why_illegal(inv: Any, cfg: Any) -> str | None:
     if kernel.config_cls is not None and not isinstance(cfg, kernel.config_cls):
         return f"a {type(cfg).__name__}, expected a {kernel.config_cls.__name__}"
     backend = getattr(cfg, "backend", None)
-    return None if backend is None else kernel.why_not(inv, backend)
+    if backend is not None and (reason := kernel.why_not(inv, backend)) is not None:
+        return reason
+    try:
+        return kernel.illegal(inv, cfg)
+    except Exception as error:  # configs come from disks too
+        return f"{kernel.op_id_v}.illegal raised {type(error).__name__}: {error}"
 
 
 _default: list[ConfigSelectorChain] = []

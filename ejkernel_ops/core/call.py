@@ -108,6 +108,11 @@ class Call:
         bound = inspect.BoundArguments(self.forward.kernel.signature, values)  # type: ignore[arg-type]
         return tuple(False if x is None else x for x in bound.args)
 
+    def like(self, inv: Invocation) -> Call:
+        """The static part of a call that differs from this one in the shapes of its arrays alone."""
+        backward_of = None if self.forward is None else self.forward.kernel
+        return dataclasses.replace(call_like(inv, backward_of)[0], needs=self.needs)
+
     def invocation(self, operands: Sequence[Any], platform: str | None = None) -> Invocation:
         """The abstract call, local shapes in place of arrays."""
         bound = self.arguments([_local(x) for x in operands])

@@ -62,6 +62,14 @@ class MethodBackward(Kernel):
         plain = hasattr(self.forward, self.style)
         return tuple(b for b in self.forward.backends if plain or hasattr(self.forward, f"{self.style}_{b}"))
 
+    def illegal(self, inv: Any, cfg: Any) -> str | None:
+        """That of the forward."""
+        return self.forward.illegal(self._forward_call(inv), cfg)
+
+    def cost(self, inv: Any, cfg: Any) -> float | None:
+        """That of the forward."""
+        return self.forward.cost(self._forward_call(inv), cfg)
+
     def state(self) -> str:
         """That of the forward."""
         return self.forward.state()

@@ -82,6 +82,16 @@ class Invocation:
         self.platform = platform if self._device is None else self._device.platform
         self.call: Any = None  # the static part of the framework's own calls: what tuning runs
 
+    def like(self, *args: Any) -> Invocation:
+        """The same call with other positional arguments: other shapes, say."""
+        other = Invocation(
+            self.kernel, args, self.kwargs, needs=self.needs, residuals=self.residuals,
+            override_cfg=self.override_cfg, platform=self.platform,
+        )  # fmt: skip
+        if self.call is not None:
+            other.call = self.call.like(other)
+        return other
+
     @property
     def op_id(self) -> str:
         """The kernel's name."""

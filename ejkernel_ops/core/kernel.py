@@ -159,6 +159,30 @@ class Kernel(Generic[Cfg, Out]):
         """Why a back end cannot do this call; `None` where it can."""
         return None
 
+    def illegal(self, inv: Invocation, cfg: Any) -> str | None:
+        """Why a config cannot do this call, from closed formulas (shared memory, say); `None` where it may."""
+        return None
+
+    def cost(self, inv: Invocation, cfg: Any) -> float | None:
+        """A predicted time of a config, in any unit: tuning tries cheap ones first; `None`: no idea."""
+        return None
+
+    def odd_calls(self, inv: Invocation) -> Iterable[Invocation]:
+        """Calls like this one with odd lengths, at which a winner must be right too; default: a row less."""
+        if self.rows is None or len(self.rows) != len(inv.args):
+            return ()
+        lengths = {x.shape[0] for kind, x in zip(self.rows, inv.args) if kind is True and _has_rows(x)}
+        if len(lengths) != 1 or (length := lengths.pop()) < 3:
+            return ()
+        odd = length - 1 if length % 2 == 0 else length - 2
+
+        def resized(kind: Any, x: Any) -> Any:
+            if not _has_rows(x) or kind is False or (kind == "broadcast" and x.shape[0] == 1):
+                return x
+            return jax.ShapeDtypeStruct((odd, *x.shape[1:]), x.dtype, weak_type=x.weak_type)
+
+        return (inv.like(*map(resized, self.rows, inv.args)),)
+
     def narrow(self, cfg: Any) -> Any:
         """The part of a caller's config that belongs to this kernel."""
         return cfg
@@ -278,6 +302,10 @@ def random_array(rng: np.random.Generator, like: Any) -> Any:
         pair = rng.standard_normal((2, *like.shape), dtype=np.float32)
         return jnp.asarray(pair[0] + 1j * pair[1]).astype(like.dtype)
     return jnp.zeros(like.shape, like.dtype)
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct) and len(x.shape) > 0
 
 
 def row_kinds(kernel: Kernel, count: int) -> Sequence[bool | str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from ..config.selection import heuristic
 from ..core.call import Call, call_like
 from ..core.invocation import Invocation
+from ..core.kernel import is_float
 from ..core.primitive import execute
 
 # The slack beside the error of the plain path: another order of float32 sums, relative to the output's size.
@@ -25,15 +27,39 @@ def call_of(inv: Invocation) -> Call:
     return call_like(inv)[0]
 
 
-def compiled(inv: Invocation, cfg: Any, inputs: Sequence[Any]) -> Callable[[], list[Any]]:
-    """A call with a given config, compiled for given operands and bound to them."""
+def program(inv: Invocation, cfg: Any) -> Callable[..., list[Any]]:
+    """A call with a given config as a function of its operands."""
     call = call_of(inv)
-    program = jax.jit(lambda *operands: execute(call, cfg, operands, inv.platform)).lower(*inputs).compile()
-    return lambda: program(*inputs)
+    return lambda *operands: execute(call, cfg, operands, inv.platform)
+
+
+def gradients(inv: Invocation, cfg: Any) -> Callable[..., list[Any]]:
+    """The gradients of a call by JAX's own derivative of its code, for cotangents of ones, of every float operand."""
+    run = program(inv, cfg)
+
+    def pulled(*operands: Any) -> list[Any]:
+        floats = [i for i, x in enumerate(operands) if is_float(x)]
+
+        def outputs(*values: Any) -> list[Any]:
+            mixed = list(operands)
+            for i, value in zip(floats, values):
+                mixed[i] = value
+            return [out for out in run(*mixed) if is_float(out)]
+
+        outs, pull = jax.vjp(outputs, *[operands[i] for i in floats])
+        return list(pull([jnp.ones_like(out) for out in outs]))
+
+    return pulled
+
+
+def _exactly(inv: Invocation) -> Invocation:
+    """The call with exact products and no result of fewer bits than float32: a rounded reference knows no rounding."""
+    exact = copy.copy(inv)
+    exact.call = _widened(call_of(inv))
+    return exact
 
 
 def _widened(call: Call) -> Call:
-    """The call with exact products and no result of fewer bits than float32: a rounded reference knows no rounding."""
 
     def wide(leaf: Any) -> Any:
         small = isinstance(leaf, np.dtype) and jnp.issubdtype(leaf, jnp.floating) and jnp.finfo(leaf).bits < 32
@@ -58,18 +84,21 @@ class Reference:
     Args:
         inv: the call.
         inputs: its operands.
+        of: what of the call is computed, `program` or `gradients`.
     """
 
-    def __init__(self, inv: Invocation, inputs: Sequence[Any]):
-        backend = "xla" if "xla" in inv.kernel.backends else None
-        cfg = heuristic(inv, backend)
-        wide = _widened(call_of(inv))
-        exact = jax.jit(lambda *operands: execute(wide, cfg, operands, inv.platform))
-        self.exact = [_numpy(x) for x in exact(*map(float32, inputs))]
-        self.plain = [_numpy(x) for x in compiled(inv, cfg, inputs)()]
+    def __init__(self, inv: Invocation, inputs: Sequence[Any], of: Callable[..., Any] = program):
+        cfg = heuristic(inv, "xla" if "xla" in inv.kernel.backends else None)
+        exact = of(_exactly(inv), cfg)
+        self.exact = [_numpy(x) for x in jax.jit(exact)(*map(float32, inputs))]
+        outs = jax.jit(of(inv, cfg))(*inputs)
+        self.types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outs]
+        self.plain = [_numpy(x) for x in outs]
 
     def fault(self, outs: Sequence[Any]) -> str | None:
         """Why outputs are wrong; `None` where they are right."""
+        if len(outs) != len(self.exact):
+            return f"{len(outs)} outputs, expected {len(self.exact)}"
         for index, (out, exact, plain) in enumerate(zip(outs, self.exact, self.plain)):
             if reason := _fault(_numpy(out), exact, plain):
                 return f"output {index}: {reason}"

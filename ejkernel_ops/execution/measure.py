@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 _SAMPLE_S = 1e-3  # a sample lasts at least this long, so that the clock and the dispatch do not count
+_BATCH = 5  # rounds of one CUPTI session: between sessions the deadline is looked at, and the order turns round
+
+Run = Callable[[], Any]
 
 
 def benchmark(fn: Callable, *args: Any, num_iters: int = 10, num_warmup: int = 3, **kwargs: Any) -> float:
@@ -46,7 +49,15 @@ def inside_trace() -> bool:
     return isinstance(jnp.zeros(()), Tracer)
 
 
-def _sample(run: Callable[[], Any], repeats: int) -> float:
+def spread(samples: Sequence[float]) -> float:
+    """Half the distance between the quartiles, relative to the median."""
+    if len(samples) < 4:
+        return (max(samples) - min(samples)) / 2 / statistics.median(samples)
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return (high - low) / 2 / middle
+
+
+def _sample(run: Run, repeats: int) -> float:
     start = time.perf_counter()
     for _ in range(repeats):
         out = run()
@@ -59,8 +70,8 @@ def repeats_for(seconds: float) -> int:
     return max(1, min(100, round(_SAMPLE_S / max(seconds, 1e-7))))
 
 
-def interleaved(runs: Sequence[Callable[[], Any]], rounds: int, deadline: float | None = None) -> list[list[float]]:
-    """Times functions in turns.
+def interleaved(runs: Sequence[Run], rounds: int, deadline: float | None = None) -> list[list[float]]:
+    """Times functions in turns by the wall clock.
 
     Args:
         runs: functions without arguments, compiled and warm.
@@ -80,9 +91,72 @@ def interleaved(runs: Sequence[Callable[[], Any]], rounds: int, deadline: float 
     return samples
 
 
-def spread(samples: Sequence[float]) -> float:
-    """Half the distance between the quartiles, relative to the median."""
-    if len(samples) < 4:
-        return (max(samples) - min(samples)) / 2 / statistics.median(samples)
-    low, middle, high = statistics.quantiles(samples, n=4)
-    return (high - low) / 2 / middle
+class NoDeviceTime(Exception):
+    """The profiler of the device cannot be used, or its records do not fit what was run."""
+
+
+class DeviceTimer:
+    """Times functions in turns by the device's own record (CUPTI): the sum of each function's kernels.
+
+    Neither dispatch nor gaps count. The profiler takes one user at a time, so this fails beside another one.
+
+    Source:
+        `jax.experimental.mosaic.gpu.profiler`.
+    """
+
+    def __init__(self) -> None:
+        self._kernels: dict[Run, int] = {}  # how many kernels a run launches
+
+    def __call__(self, runs: Sequence[Run], rounds: int, deadline: float | None = None) -> list[list[float]]:
+        """As `interleaved`, for runs that launch the same kernels each time.
+
+        Raises:
+            NoDeviceTime: no profiler here, or records that do not fit.
+        """
+        for run in runs:
+            if run not in self._kernels:
+                self._kernels[run] = len(_kernel_times([run], 1)[0])
+        samples: list[list[float]] = [[] for _ in runs]
+        order = list(range(len(runs)))
+        for start in range(0, rounds, _BATCH):
+            if start and deadline is not None and time.monotonic() > deadline:
+                break
+            counts = [self._kernels[runs[i]] for i in order]
+            for kernels in _kernel_times([runs[i] for i in order], min(_BATCH, rounds - start)):
+                if len(kernels) != sum(counts):
+                    raise NoDeviceTime(f"{len(kernels)} kernels were recorded, {sum(counts)} expected")
+                for i, count in zip(order, counts):
+                    samples[i].append(sum(kernels[:count]))
+                    del kernels[:count]
+            order.reverse()
+        return samples
+
+
+class _Round:
+    """Runs each function once. Looks jitted, which is what the profiler asks of what it calls as it is."""
+
+    def __init__(self, runs: Sequence[Run]):
+        self.runs = runs
+
+    def __call__(self) -> None:
+        for run in self.runs:
+            out = run()
+        jax.block_until_ready(out)  # returning it would keep every round's outputs alive
+
+    def trace(self) -> None: ...
+
+    def lower(self) -> None: ...
+
+
+def _kernel_times(runs: Sequence[Run], rounds: int) -> list[list[float]]:
+    """Milliseconds of each kernel, round by round; one more round goes before."""
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+
+        _, found = profiler.measure(_Round(runs), aggregate=False, iterations=rounds)()  # type: ignore[arg-type]
+    except (ImportError, RuntimeError, AttributeError, TypeError) as error:
+        raise NoDeviceTime(f"{type(error).__name__}: {error}") from None
+    if not found:
+        raise NoDeviceTime("no kernel was recorded")
+    by_round: Any = [found] if rounds == 1 else found
+    return [[ms for _, ms in kernels] for kernels in by_round]

@@ -8,6 +8,7 @@ import jax
 
 from ..config.cache import Key
 from ..config.choice import parse_description
+from ..config.neighbours import place_of
 from ..config.selection import ConfigSelectorChain, default_selector, heuristic, require_chain
 from ..core.invocation import Invocation
 from ..environment import recording
@@ -153,15 +154,14 @@ def _tune(
 def _stored(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: dict[str, Any]) -> Entry | None:
     for tier, cfg in selector.stored(inv, key):
         if cfg is not None:
-            return Entry(key.op_id_v, key.call_key, cfg, source=tier, heuristic=heuristic(inv), **numbers)
+            return Entry(
+                key.op_id_v, key.call_key, cfg, source=tier, heuristic=heuristic(inv), place=place_of(inv), **numbers
+            )
     return None
 
 
 def _tuned(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: dict[str, Any]) -> Entry:
-    tuned = selector.tuner.tune(inv, on_event=selector.emit)
-    compared = getattr(tuned, "compared", True)
-    if compared:
-        selector.store(key, tuned.cfg)
+    tuned = selector.tune(inv, key)
     return Entry(
         key.op_id_v,
         key.call_key,
@@ -169,8 +169,9 @@ def _tuned(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: di
         heuristic=tuned.heuristic,
         heuristic_ms=tuned.heuristic_ms,
         ms=tuned.ms,
-        source="tuned" if compared else "heuristic",
+        source="tuned" if getattr(tuned, "compared", True) else "heuristic",
         trials=tuned.trials,
+        place=place_of(inv),
         **numbers,
     )
 

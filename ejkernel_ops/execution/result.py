@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 
 from ..config.cache import Key
+from ..config.neighbours import Place, remember_places
 from ..config.schema import from_plain, leaf_fields, parse_json, to_json
 from ..core.kernel import find_kernel
 from ..core.snapshot import Reentrant, entered, overlay_digest, with_overlay
@@ -44,6 +45,7 @@ class Entry:
         source: `"tuned"`, the cache that it came from, or `"heuristic"` where every other config failed
             or did not pay in the whole step.
         trials: all that was tried.
+        place: where the call lies among those of its kernel, for untuned shapes near it.
 
     Raises:
         ConfigError: no config.
@@ -65,6 +67,7 @@ class Entry:
     ms: float | None = None
     source: str = "tuned"
     trials: tuple[Trial, ...] = ()
+    place: Place | None = None
 
     def __post_init__(self):
         if self.cfg is None:
@@ -122,11 +125,18 @@ class AutotuningResult(Reentrant):
         return self.as_overlay()
 
     @functools.cached_property
+    def _placed(self) -> dict[Key, tuple[Place, Any]]:
+        return {
+            Key(self.device, e.op_id_v, e.call_key): (e.place, e.heuristic) for e in self.entries if e.place is not None
+        }
+
+    @functools.cached_property
     def digest(self) -> str:
         """Digest of the configs and of what they are for, equal in every process; timings do not count."""
         return overlay_digest(self._overlay)
 
     def _open(self) -> contextlib.AbstractContextManager:
+        remember_places(self._placed)
         return entered(functools.partial(with_overlay, configs=self._overlay, digest=self.digest))
 
     def wrap(self, fn: F) -> F:
@@ -329,6 +339,7 @@ def _entry_to_plain(entry: Entry) -> dict[str, Any]:
         "heuristic": heuristic,
         **numbers,
         "trials": trials,
+        "place": None if entry.place is None else [entry.place.kind, entry.place.lengths],
     }
 
 
@@ -351,4 +362,12 @@ def _entry_from_plain(data: dict[str, Any]) -> Entry:
         ms=data["ms"],
         source=str(data["source"]),
         trials=trials,
+        place=_place_from_plain(data.get("place")),  # older files have none
     )
+
+
+def _place_from_plain(data: Any) -> Place | None:
+    if data is None:
+        return None
+    kind, lengths = data
+    return Place(str(kind), tuple(tuple(map(int, axes)) for axes in lengths))

@@ -5,6 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+STATUSES = (
+    "timed",
+    "illegal",
+    "compile_failed",
+    "out_of_shared_memory",
+    "out_of_memory",
+    "run_failed",
+    "wrong",
+    "timed_out",
+    "crashed",
+    "not_tried",
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
@@ -12,10 +25,12 @@ class Trial:
 
     Args:
         cfg: the config.
-        status: `"timed"`, `"illegal"`, `"failed"` or `"wrong"`.
+        status: `"timed"`, or why it could not win: `"illegal"` (known before compiling), `"compile_failed"`,
+            `"out_of_shared_memory"`, `"out_of_memory"`, `"run_failed"`, `"wrong"` (numbers, or operands changed),
+            `"timed_out"` and `"crashed"` (of a child process), `"not_tried"` (no compiles or no time left).
         ms: median time in milliseconds, `None` unless timed.
         spread: half the distance of the quartiles, relative to the median.
-        reason: why it could not win.
+        reason: what happened, in one line.
 
     Example:
         >>> Trial(32, "timed", 1.5).ms
@@ -39,6 +54,7 @@ class Tuned:
         ms: time of `cfg` in milliseconds.
         heuristic_ms: time of `heuristic`, measured in the same rounds.
         trials: all that was tried.
+        notes: what else the reader should know, such as that the device was busy.
     """
 
     cfg: Any
@@ -46,6 +62,7 @@ class Tuned:
     ms: float
     heuristic_ms: float
     trials: tuple[Trial, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def compared(self) -> bool:

@@ -9,37 +9,41 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from ..config.selection import heuristic, why_illegal
 from ..core.call import explicit_pairs
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel, require_kernel
-from ..errors import ConfigError, TuningError
+from ..errors import ConfigError, DeviceLostError, TuningError
 from ..utils.fingerprint import is_array
-from .check import Reference, compiled
+from .bench import Bench
+from .failures import first_line
 from .measure import benchmark, inside_trace, interleaved, spread
 from .result import AutotuningResult, Entry
+from .search import ordered, race
 from .trial import Trial, Tuned
 
 __all__ = ["Autotuner", "AutotuningResult", "Entry", "Trial", "Tuned", "autotune", "benchmark"]
 
-SEED = 0
+BUSY = 0.2  # a spread above this says that something else runs
 
 
 class Autotuner:
-    """Tunes one call at a time: restrict, compile, check numbers, time in turns, time the best few again.
+    """Tunes one call at a time: order, compile, check numbers, race, and the best few against the heuristic again.
 
     Args:
         num_warmup: calls of each candidate before it is timed.
-        num_iters: all candidates take turns in a third as many rounds (at least 3), then the finalists in twice as
-            many.
+        num_iters: half the rounds in which the finalists meet the heuristic.
         min_gain: part of the heuristic's time that a config must save to replace it.
         finalists: how many go into the last rounds, the heuristic not counted.
         budget_s: seconds for one call; when they are over the best so far is taken. `None`: no limit.
+        max_compiles: configs that are compiled for one call; the ones that promise least are left out.
+        isolate: try candidates in a child process that may crash or hang. Needs a kernel that a new process can
+            import, and configs with a JSON form.
+        trial_timeout_s: with `isolate`, seconds for compiling and checking one config.
 
     Raises:
-        ValueError: a count below 1 (of warm-up calls: below 0) or a negative gain.
+        ValueError: a count below 1 (of warm-up calls: below 0), a negative gain or no time.
 
     Example:
         >>> Autotuner(num_iters=5).num_iters
@@ -53,14 +57,22 @@ class Autotuner:
         min_gain: float = 0.02,
         finalists: int = 3,
         budget_s: float | None = 60.0,
+        *,
+        max_compiles: int = 24,
+        isolate: bool = False,
+        trial_timeout_s: float = 60.0,
     ):
-        if num_warmup < 0 or num_iters < 1 or finalists < 1 or min_gain < 0:
-            raise ValueError(
-                f"num_warmup={num_warmup}, num_iters={num_iters}, finalists={finalists}, min_gain={min_gain}; "
-                "expected at least 0, 1, 1 and 0"
-            )
+        for name, value, least in (
+            ("num_warmup", num_warmup, 0), ("num_iters", num_iters, 1), ("finalists", finalists, 1),
+            ("min_gain", min_gain, 0), ("max_compiles", max_compiles, 1),
+        ):  # fmt: skip
+            if value < least:
+                raise ValueError(f"{name} is {value}; expected at least {least}")
+        if not trial_timeout_s > 0:
+            raise ValueError(f"trial_timeout_s is {trial_timeout_s}; expected seconds above 0")
         self.num_warmup, self.num_iters, self.min_gain = num_warmup, num_iters, min_gain
-        self.finalists, self.budget_s = finalists, budget_s
+        self.finalists, self.budget_s, self.max_compiles = finalists, budget_s, max_compiles
+        self.isolate, self.trial_timeout_s = isolate, trial_timeout_s
 
     def tune(
         self,
@@ -68,75 +80,91 @@ class Autotuner:
         candidates: Iterable[Any] | None = None,
         on_event: Callable[..., None] | None = None,
         inputs: Sequence[Any] | None = None,
+        hints: Iterable[Any] = (),
     ) -> Tuned:
         """Tunes one call.
 
         Args:
             inv: the abstract call.
             candidates: configs to try; default the kernel's.
-            on_event: called as `on_event("trial", op_id_v=, trial=, done=, total=)` after each candidate; the
-                trial's time is a first sample.
+            on_event: called as `on_event("trial", op_id_v=, trial=, done=, total=)` after each candidate is checked.
             inputs: operands; default random ones that the kernel makes.
+            hints: configs to try first, such as winners at neighbouring shapes.
 
         Returns:
             The winner and all trials.
 
         Raises:
             TuningError: the heuristic config could not be run, or tuning inside a trace.
+            DeviceLostError: a candidate broke the device: restart the process.
         """
         if inside_trace():
             raise TuningError(f"tuning {inv!r} inside a trace would time nothing; tune outside jit, grad and vmap")
         deadline = None if self.budget_s is None else time.monotonic() + self.budget_s
-        default, configs, operands, reference = _prepared(inv, candidates, inputs)
-        trials, runs = [], {}
-        for cfg in configs:
-            if deadline is not None and time.monotonic() > deadline and runs:
-                trial, run = Trial(cfg, "failed", reason="the time budget was over"), None
-            else:
-                trial, run = self._prepare(inv, cfg, operands, reference)
-            trials.append(trial)
-            if run is not None:
-                runs[cfg] = run
-            if on_event is not None:
-                on_event("trial", op_id_v=inv.op_id_v, trial=trial, done=len(trials), total=len(configs))
-        if default not in runs:
-            reasons = "; ".join(f"{t.cfg}: {t.reason}" for t in trials)
-            raise TuningError(f"the heuristic config of {inv!r} does not run, so nothing can be compared: {reasons}")
-        return self._compare(default, runs, trials, deadline)
-
-    def _prepare(self, inv: Invocation, cfg: Any, inputs: Sequence[Any], reference: Reference) -> tuple[Trial, Any]:
-        """Compiles and checks one candidate. Whatever goes wrong with it is a reason, not an error."""
-        if (reason := why_illegal(inv, cfg)) is not None:
-            return Trial(cfg, "illegal", reason=reason), None
+        default, configs = _configs(inv, candidates, hints)
+        bench = self._bench(inv, inputs)
         try:
-            run = compiled(inv, cfg, inputs)
-            for _ in range(self.num_warmup):
-                jax.block_until_ready(run())
-            fault = reference.fault(jax.block_until_ready(run()))
-        except Exception as error:  # a candidate may fail in any way, and must not take the others along
-            return Trial(cfg, "failed", reason=_first_line(error)), None
-        if fault is not None:
-            return Trial(cfg, "wrong", reason=fault), None
-        return Trial(cfg, "timed", benchmark(run, num_iters=1, num_warmup=0)), run
+            trials = self._screened(bench, configs, deadline, on_event)
+            return self._decided(bench, default, trials, deadline)
+        except DeviceLostError as error:
+            reason = str(error)
+        finally:
+            bench.close()
+        raise DeviceLostError(f"{reason}. Restart this process; Autotuner(isolate=True) tries candidates in a child")
 
-    def _compare(self, default: Any, runs: dict, trials: list[Trial], deadline: float | None) -> Tuned:
-        """Times all in turns, then the best few and the heuristic again; small gains are ties that it wins."""
-        first = dict(zip(runs, interleaved(list(runs.values()), max(3, self.num_iters // 3), deadline)))
-        ranked = sorted((cfg for cfg in runs if cfg != default), key=lambda cfg: statistics.median(first[cfg]))
-        last = [default, *ranked[: self.finalists]]
-        rounds = 2 * self.num_iters
-        final = dict(zip(last, interleaved([runs[cfg] for cfg in last], rounds, deadline))) if ranked else first
-        samples = first | final
-        medians = {cfg: statistics.median(times) for cfg, times in samples.items()}
-        paired = {cfg: statistics.median(a / b for a, b in zip(final[cfg], final[default])) for cfg in last}
-        best = min(last, key=lambda cfg: paired[cfg])
-        gain = 1 - max(paired[best], medians[best] / medians[default])  # both must say so
-        winner = best if gain > self.min_gain else default
-        timed = tuple(
-            dataclasses.replace(t, ms=medians[t.cfg], spread=spread(samples[t.cfg])) if t.cfg in runs else t
-            for t in trials
+    def _bench(self, inv: Invocation, inputs: Sequence[Any] | None) -> Any:
+        if not self.isolate:
+            return Bench(inv, inputs)
+        from .isolation import IsolatedBench
+
+        return IsolatedBench(inv, inputs, self.trial_timeout_s)
+
+    def _screened(self, bench: Any, configs: list, deadline: float | None, on_event: Any) -> dict[Any, Trial]:
+        """A trial of each config: compiled and checked, as far as compiles and time allow."""
+        trials: dict[Any, Trial] = {}
+        legal = [cfg for cfg in configs if why_illegal(bench.inv, cfg) is None]
+        tried = set(legal[: self.max_compiles])
+        left = iter(bench.check([cfg for cfg in configs if cfg in tried], self.num_warmup))
+        for cfg in configs:
+            if (reason := why_illegal(bench.inv, cfg)) is not None:
+                trial = Trial(cfg, "illegal", reason=reason)
+            elif cfg not in tried:
+                trial = Trial(cfg, "not_tried", reason=f"max_compiles={self.max_compiles} more promising ones were")
+            elif deadline is not None and time.monotonic() > deadline and trials:
+                trial = Trial(cfg, "not_tried", reason="the time budget was over")
+            else:
+                trial = next(left)
+            trials[cfg] = trial
+            if on_event is not None:
+                on_event("trial", op_id_v=bench.inv.op_id_v, trial=trial, done=len(trials), total=len(configs))
+        left.close()
+        return trials
+
+    def _decided(self, bench: Any, default: Any, trials: dict[Any, Trial], deadline: float | None) -> Tuned:
+        """Races what may be timed, and writes the times into the trials."""
+        if trials[default].status != "timed":
+            reasons = "; ".join(f"{t.cfg}: {t.reason}" for t in trials.values())
+            raise TuningError(
+                f"the heuristic config of {bench.inv!r} does not run, so nothing can be compared: {reasons}"
+            )
+        found = race(
+            default,
+            [cfg for cfg, trial in trials.items() if trial.status == "timed"],
+            lambda configs, rounds: bench.sample(configs, rounds, deadline),
+            bench.verify,
+            finalists=self.finalists,
+            rounds=2 * self.num_iters,
+            min_gain=self.min_gain,
         )
-        return Tuned(winner, default, medians[winner], medians[default], timed)
+        for cfg, times in found.samples.items():
+            trials[cfg] = dataclasses.replace(trials[cfg], ms=found.times[cfg], spread=spread(times))
+        for cfg, reason in found.rejected.items():
+            trials[cfg] = Trial(cfg, "wrong", reason=reason)
+        trials |= {trial.cfg: trial for trial in bench.lost}
+        busy = max(trials[default].spread or 0.0, trials[found.winner].spread or 0.0)
+        notes = (f"the device was busy: times spread by {busy:.0%}",) if busy > BUSY else ()
+        times = found.times
+        return Tuned(found.winner, default, times[found.winner], times[default], tuple(trials.values()), notes)
 
     def autotune(self, make_fn: Callable, args: tuple, kwargs: dict, candidates: Iterable[Any]) -> Any:
         """The fastest config of any function: times `make_fn(cfg)(*args, **kwargs)`; checks no numbers.
@@ -160,33 +188,25 @@ class Autotuner:
                 jax.block_until_ready(program(*args, **kwargs))
                 runs[cfg] = lambda program=program: program(*args, **kwargs)
             except Exception as error:  # as in `_prepare`
-                reasons.append(f"{cfg}: {_first_line(error)}")
+                reasons.append(f"{cfg}: {first_line(error)}")
         if not runs:
             raise TuningError(f"no candidate could be run: {'; '.join(reasons) or 'there are none'}")
         times = dict(zip(runs, interleaved(list(runs.values()), self.num_iters)))
         return min(runs, key=lambda cfg: statistics.median(times[cfg]))
 
 
-def _prepared(inv: Invocation, candidates: Iterable[Any] | None, inputs: Sequence[Any] | None) -> tuple:
-    """Heuristic config, all configs, operands and reference: code of the kernel's author, which may fail in any way."""
+def _configs(inv: Invocation, candidates: Iterable[Any] | None, hints: Iterable[Any]) -> tuple[Any, list[Any]]:
+    """Heuristic config and all configs in order: code of the kernel's author, which may fail in any way."""
     step = "the heuristic config"
     try:
         default = heuristic(inv)
         step = "candidate_cfgs"
-        found = inv.kernel.all_candidates(inv) if candidates is None else candidates
-        configs = list(dict.fromkeys([default, *found]))
-        step = "make_inputs"
-        inputs = inv.kernel.make_inputs(inv, np.random.default_rng(SEED)) if inputs is None else list(inputs)
-        step = "the heuristic config"
-        return default, configs, inputs, Reference(inv, inputs)
+        found = list(inv.kernel.all_candidates(inv) if candidates is None else candidates)
+        step = "cost"
+        return default, ordered(inv, default, found, hints)
     except Exception as error:
-        raise TuningError(f"{step} of {inv!r} does not run, so nothing can be compared: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    """An error as one line: the error itself would keep its arrays alive."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+        reason = first_line(error)
+    raise TuningError(f"{step} of {inv!r} does not run, so nothing can be compared: {reason}")
 
 
 def autotune(

@@ -1,0 +1,168 @@
+"""Tuned configs of neighbouring shapes: what a call starts from that was not tuned itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..core.call import call_like
+from ..errors import CacheFormatError, ConfigError
+from ..utils.fingerprint import is_array
+from ..utils.values import short_hash, stable_json
+from .cache import Key, count_write
+from .persistent import PersistentCache
+from .schema import from_plain, to_json
+
+_FAR = 6.0  # doublings: four times the rows and twice the head_dim is near enough, and little more
+_LAST_AXIS = 3.0  # a width decides more than a count of rows
+_KEPT = 64  # of one kind on disk
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a call lies among the calls of its kernel.
+
+    Args:
+        kind: 16 hex digits of all but the lengths: kernel, dtypes, ranks, static arguments.
+        lengths: of each operand, in order.
+
+    Example:
+        >>> Place("0123456789abcdef", ((8, 128), (128, 64))).distance(Place("0123456789abcdef", ((16, 128), (128, 64))))
+        0.5
+    """
+
+    kind: str
+    lengths: tuple[tuple[int, ...], ...]
+
+    def distance(self, other: Place) -> float:
+        """Doublings from one to the other, the mean over operands; infinite where the kinds differ."""
+        if self.kind != other.kind or [len(x) for x in self.lengths] != [len(x) for x in other.lengths]:
+            return math.inf
+        each = [_doublings(a, b) for a, b in zip(self.lengths, other.lengths) if a]
+        return sum(each) / max(1, len(each))
+
+
+def _doublings(a: Sequence[int], b: Sequence[int]) -> float:
+    steps = [abs(math.log2(max(x, 1) / max(y, 1))) for x, y in zip(a, b)]
+    return sum(steps[:-1]) + _LAST_AXIS * steps[-1]
+
+
+def place_of(inv: Any) -> Place:
+    """The place of a call."""
+    call, _ = call_like(inv)
+    statics = [[x.dtype.name, len(x.shape), bool(x.weak_type)] if is_array(x) else None for x in inv.operands]
+    forms = [inv.op_id_v, inv.kernel.state(), call.text, statics, inv.needs, inv.residuals, inv.batch_axes]
+    return Place(short_hash(stable_json(forms)), tuple(tuple(map(int, x.shape)) for x in inv.operands))
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbour:
+    """A tuned call: where it lies, and its config; `None` where its heuristic won, which has nothing to pass on."""
+
+    place: Place
+    cfg: Any
+
+
+def nearest(place: Place, known: Iterable[Neighbour]) -> list[Neighbour]:
+    """The neighbours that are near enough, the nearest first; of equally near ones the first."""
+    near = [(place.distance(neighbour.place), neighbour) for neighbour in known]
+    return [neighbour for distance, neighbour in sorted(near, key=lambda found: found[0]) if distance <= _FAR]
+
+
+class Neighbours:
+    """The tuned calls that a selector knows of, by kind, in memory and on its disk.
+
+    On disk each kind is one entry, replaced as a whole: of two processes that write at once one may win, which costs
+    a hint and no config.
+
+    Args:
+        persistent: where they are kept between processes; `None`: nowhere.
+    """
+
+    def __init__(self, persistent: PersistentCache | None = None):
+        self._persistent = persistent
+        self._known: dict[tuple[str, str], list[Neighbour]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, device: str, inv: Any, place: Place, cfg: Any) -> None:
+        """Adds a tuned call; `cfg` is `None` where its heuristic won."""
+        with self._lock:
+            known = [n for n in self._of(device, place.kind, inv) if n.place != place]
+            known = [Neighbour(place, cfg), *known][:_KEPT]
+            self._known[device, place.kind] = known
+        self._write(device, place.kind, known)
+
+    def discard(self, device: str, inv: Any) -> None:
+        """Forgets a tuned call."""
+        place = place_of(inv)
+        with self._lock:
+            before = self._of(device, place.kind, inv)
+            known = [n for n in before if n.place != place]
+            self._known[device, place.kind] = known
+        if len(known) != len(before):
+            self._write(device, place.kind, known)
+
+    def of(self, device: str, inv: Any) -> list[Neighbour]:
+        """The tuned calls near one, the nearest first, itself left out."""
+        place = place_of(inv)
+        with self._lock:
+            known = self._of(device, place.kind, inv)
+        return nearest(place, [n for n in known if n.place != place])
+
+    def _of(self, device: str, kind: str, inv: Any) -> list[Neighbour]:
+        if (device, kind) not in self._known:
+            self._known[device, kind] = self._read(device, kind, inv.kernel.config_cls)
+        return self._known[device, kind]
+
+    def _read(self, device: str, kind: str, config_cls: Any) -> list[Neighbour]:
+        if self._persistent is None or config_cls is None:
+            return []
+        try:
+            stored = json.loads(self._persistent.get(_key(device, kind)) or "[]")
+            return [
+                Neighbour(Place(kind, tuple(map(tuple, lengths))), None if cfg is None else from_plain(cfg, config_cls))
+                for lengths, cfg in stored
+            ]
+        except (ValueError, TypeError, CacheFormatError):  # written by another version
+            return []
+
+    def _write(self, device: str, kind: str, known: list[Neighbour]) -> None:
+        if self._persistent is None:
+            return
+        try:
+            plain = [[n.place.lengths, None if n.cfg is None else json.loads(to_json(n.cfg))] for n in known]
+            self._persistent.put(_key(device, kind), json.dumps(plain))
+        except ConfigError:  # a config without a JSON form; who stores it says so
+            return
+
+
+def _key(device: str, kind: str) -> tuple[str, str, str]:
+    return "neighbours", device, kind
+
+
+# Of results: who enters one passes on its keys and configs; where they lie is a function of the key.
+
+_placed: dict[Key, tuple[Place, Any]] = {}
+
+
+def remember_places(placed: Mapping[Key, tuple[Place, Any]]) -> None:
+    """Keeps where the calls of a result lie, and their heuristic configs, so that overlays have neighbours."""
+    if not placed.keys() <= _placed.keys():
+        _placed.update(placed)
+        count_write()
+
+
+def neighbours_in(overlay: Mapping[Key, Any], device: str, inv: Any) -> list[Neighbour]:
+    """The calls of an overlay near one, the nearest first."""
+    known = [key for key in overlay if key in _placed and key.device == device and key.op_id_v == inv.op_id_v]
+    if not known:
+        return []
+    found = []
+    for key in known:
+        place, heuristic = _placed[key]
+        found.append(Neighbour(place, None if overlay[key] == heuristic else overlay[key]))
+    return nearest(place_of(inv), found)

@@ -1,0 +1,274 @@
+"""`Bench`: the candidates of one call, compiled, checked and timed on this device, in this process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..config.selection import heuristic, why_illegal
+from ..core.invocation import Invocation
+from ..errors import DeviceLostError, TuningError
+from ..utils.fingerprint import platform_kind
+from .check import Reference, gradients, program
+from .failures import failed, first_line, lost_device
+from .measure import DeviceTimer, NoDeviceTime, interleaved
+from .trial import Trial
+
+SEED = 0
+_COLD_BYTES = 256 << 20  # operands of this size push each other out of any L2
+_MAX_COPIES = 64
+_SHORT_MS, _FOLDS = 0.2, 16  # where dispatch would count, so many calls are one program
+
+
+class Bench:
+    """Compiles, checks and times configs of one call.
+
+    Outputs go into buffers that are filled with NaN before each check, so that what a kernel does not write is found.
+    On an accelerator the operands are rotated among copies that together exceed its caches, as they are cold in a
+    train step. Device time comes from the profiler; without one, short programs are folded: the call many times over.
+
+    Args:
+        inv: the call.
+        inputs: its operands; default random ones that the kernel makes.
+
+    Raises:
+        TuningError: the heuristic config, or the kernel's own code, does not run.
+    """
+
+    def __init__(self, inv: Invocation, inputs: Sequence[Any] | None = None):
+        self.inv = inv
+        try:
+            made = inv.kernel.make_inputs(inv, np.random.default_rng(SEED)) if inputs is None else inputs
+            self._sets = [[jnp.asarray(x) for x in made]]
+            self._reference = Reference(inv, self._sets[0])
+            reason = None
+        except Exception as error:  # code of the kernel's author may fail in any way
+            reason = first_line(error)
+        if reason is not None:  # outside, for an error that holds another one holds its arrays
+            raise TuningError(f"the heuristic config of {inv!r} does not run, so nothing can be compared: {reason}")
+        self._sets += [_copied(self._sets[0]) for _ in range(_num_copies(self._sets[0], inv.platform))]
+        self._turn = 0
+        self._stale = self._poison()
+        self._programs: dict[Any, Any] = {}
+        self._runs: dict[Any, Callable[[], Any]] = {}
+        self._folded: dict[Any, Callable[[], Any]] = {}
+        self.lost: list[Trial] = []  # what could be checked, but no longer be timed
+        self._timer = DeviceTimer() if platform_kind(inv.platform) == "gpu" else None
+
+    def check(self, configs: Sequence[Any], warmup: int = 1) -> Iterator[Trial]:
+        """Compiles configs, several at a time, and runs each alone.
+
+        Args:
+            configs: the configs.
+            warmup: runs after the checked one.
+
+        Yields:
+            A trial of each: `"timed"` without a time where it may be timed.
+
+        Raises:
+            DeviceLostError: a candidate broke the device.
+        """
+        pool = concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+        try:
+            for cfg, trial in zip(configs, pool.map(self._compile, configs)):
+                yield trial if trial is not None else self._checked(cfg, warmup)
+        finally:  # whoever has seen enough does not wait for the rest
+            pool.shutdown(cancel_futures=True)
+
+    def _compile(self, cfg: Any) -> Trial | None:
+        """Compiles a config; what goes wrong is a reason, not an error."""
+        if (reason := why_illegal(self.inv, cfg)) is not None:
+            return Trial(cfg, "illegal", reason=reason)
+        try:
+            run, types = program(self.inv, cfg), self._reference.types
+            into = jax.jit(lambda operands, stale: run(*operands), donate_argnums=1, keep_unused=True)
+            traced = into.trace(self._sets[0], types)
+            found = [(x.shape, x.dtype) for x in traced.out_info]
+            if found != (expected := [(x.shape, x.dtype) for x in types]):
+                return Trial(cfg, "wrong", reason=f"outputs are {found}, expected {expected}")
+            self._programs[cfg] = traced.lower().compile()
+        except Exception as error:  # a candidate may fail in any way, and must not take the others along
+            return failed(cfg, "compile_failed", error)
+        return None
+
+    def _checked(self, cfg: Any, warmup: int) -> Trial:
+        """Runs a compiled config into poisoned buffers, and looks at outputs and operands."""
+        compiled = self._programs.pop(cfg)
+        if (reason := _too_large(compiled, self._sets[0])) is not None:
+            return Trial(cfg, "out_of_memory", reason=reason)
+        trial, self._stale = None, self._poison()
+        try:
+            outs = jax.block_until_ready(compiled(self._sets[0], self._stale))
+            fault = self._reference.fault(outs)
+            if fault is None:
+                fault = self._changed_operands()
+            if fault is None:
+                self._stale = outs
+                run = self._runner(compiled)
+                for _ in range(warmup):
+                    jax.block_until_ready(run())
+        except Exception as error:
+            trial, fault, lost = failed(cfg, "run_failed", error), None, lost_device(str(error))
+        if trial is not None:
+            if lost:
+                raise DeviceLostError(f"{self.inv.op_id_v} with {cfg} lost the device: {trial.reason}")
+            self._stale = self._poison()
+            return trial
+        if fault is not None:
+            self._stale = self._poison()
+            return Trial(cfg, "wrong", reason=fault)
+        self._runs[cfg] = run
+        return Trial(cfg, "timed")
+
+    def _runner(self, compiled: Any) -> Callable[[], Any]:
+        """A call without arguments: the next operands in, the last outputs overwritten."""
+
+        def run() -> Any:
+            self._turn = (self._turn + 1) % max(1, len(self._sets) - 1)
+            self._stale = compiled(self._sets[self._turn], self._stale)
+            return self._stale
+
+        return run
+
+    def _poison(self) -> list[Any]:
+        return [_poisoned(x.shape, x.dtype) for x in self._reference.types]
+
+    def _changed_operands(self) -> str | None:
+        """Which operand a candidate wrote to; it is put back."""
+        for index, (x, kept) in enumerate(zip(self._sets[0], self._sets[-1])):
+            if not _is_same(x, kept):
+                self._sets[0][index] = jnp.copy(kept)
+                return f"operand {index} was changed"
+        return None
+
+    def sample(self, configs: Sequence[Any], rounds: int, deadline: float | None = None) -> list[list[float]]:
+        """Samples of checked configs in milliseconds, taken in turns; see `interleaved`."""
+        runs = [self._runs[cfg] for cfg in configs]
+        if self._timer is not None:
+            try:
+                return self._timer(runs, rounds, deadline)
+            except NoDeviceTime:
+                self._timer = None  # for all, so that no two clocks are compared
+                return self.sample(configs, rounds, deadline)
+        if platform_kind(self.inv.platform) == "cpu" or rounds < 5:
+            return interleaved(runs, rounds, deadline)
+        short = statistics.median(interleaved([runs[0]], 3)[0]) < _SHORT_MS
+        if not short:
+            return interleaved(runs, rounds, deadline)
+        folded = [self._fold(cfg) for cfg in configs]
+        return [[ms / _FOLDS for ms in times] for times in interleaved(folded, rounds, deadline)]
+
+    def _fold(self, cfg: Any) -> Callable[[], Any]:
+        """The call many times over as one program: each waits for the one before, and none is shared."""
+        if cfg not in self._folded:
+            run = program(self.inv, cfg)
+
+            def many(operands: Any, outs: Any) -> Any:
+                for _ in range(_FOLDS):
+                    operands, outs = jax.lax.optimization_barrier((operands, outs))
+                    outs = run(*operands)
+                return outs
+
+            folded = jax.jit(many, donate_argnums=1).lower(self._sets[0], self._reference.types).compile()
+            self._folded[cfg] = self._runner(folded)
+            jax.block_until_ready(self._folded[cfg]())
+        return self._folded[cfg]
+
+    def verify(self, cfg: Any) -> str | None:
+        """Why a config may not win, from what only winners are asked: odd lengths, and the gradient of its code.
+
+        What the heuristic config cannot do is not asked, nor is an odd call for which the config is not meant.
+        """
+        for inv in self._odd:
+            if why_illegal(inv, cfg) is None and (fault := self._fault(inv, cfg, program)) is not None:
+                return f"{inv!r}: {fault}"
+        if self.inv.kernel.backward is None and self.inv.needs is None:
+            if (fault := self._fault(self.inv, cfg, gradients)) is not None:
+                return f"gradient: {fault}"
+        return None
+
+    @functools.cached_property
+    def _odd(self) -> list[Invocation]:
+        try:
+            return list(self.inv.kernel.odd_calls(self.inv))
+        except Exception as error:
+            reason = first_line(error)
+        raise TuningError(f"odd_calls of {self.inv!r} does not run: {reason}")
+
+    def _fault(self, inv: Invocation, cfg: Any, of: Callable[..., Any]) -> str | None:
+        reference, inputs = self._reference_of(inv, of)
+        if reference is None:
+            return None
+        try:
+            return reference.fault(jax.block_until_ready(jax.jit(of(inv, cfg))(*inputs)))
+        except Exception as error:
+            return first_line(error) if of is gradients else None
+
+    def _reference_of(self, inv: Invocation, of: Callable[..., Any]) -> tuple[Reference | None, list[Any]]:
+        """The reference of another computation and its operands; `None` where the heuristic cannot do it."""
+        known = self.__dict__.setdefault("_references", {})
+        if (id(inv), of) not in known:
+            try:
+                same = inv is self.inv
+                inputs = self._sets[0] if same else inv.kernel.make_inputs(inv, np.random.default_rng(SEED + 1))
+                heuristic(inv)
+                known[id(inv), of] = Reference(inv, inputs, of), inputs
+            except Exception:
+                known[id(inv), of] = None, []
+        return known[id(inv), of]
+
+    def close(self) -> None:
+        """Frees all arrays and programs."""
+        self.__dict__.clear()
+
+
+def _bytes(arrays: Sequence[Any]) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+
+
+def _num_copies(arrays: Sequence[Any], platform: str | None) -> int:
+    """One to compare with; on an accelerator as many as push each other out of its caches."""
+    if platform_kind(platform) == "cpu":
+        return 1
+    return max(1, min(_MAX_COPIES, math.ceil(_COLD_BYTES / max(1, _bytes(arrays)))))
+
+
+def _copied(arrays: Sequence[Any]) -> list[Any]:
+    return [jnp.copy(x) for x in arrays]
+
+
+def _poisoned(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """A buffer of values that no kernel computes: NaN, the largest integer, True."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.full(shape, jnp.nan, dtype)
+    return jnp.full(shape, True if jnp.issubdtype(dtype, jnp.bool_) else jnp.iinfo(dtype).max, dtype)
+
+
+@jax.jit
+def _equal(x: Any, y: Any) -> Any:
+    return jnp.array_equal(x, y, equal_nan=bool(jnp.issubdtype(x.dtype, jnp.inexact)))
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # typed keys
+        x, y = jax.random.key_data(x), jax.random.key_data(y)
+    return bool(_equal(x, y))
+
+
+def _too_large(compiled: Any, operands: Sequence[jax.Array]) -> str | None:
+    """Why a program cannot run in what is left of the device's memory."""
+    device = next((d for x in operands for d in x.devices()), None)
+    stats, needed = device and device.memory_stats(), compiled.memory_analysis()
+    if not stats or "bytes_limit" not in stats or needed is None:
+        return None
+    wanted, left = needed.temp_size_in_bytes, stats["bytes_limit"] - stats["bytes_in_use"]
+    return None if wanted <= left else f"needs {wanted >> 20} MiB beside its operands, {left >> 20} MiB are left"

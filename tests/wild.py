@@ -1,0 +1,81 @@
+"""A kernel whose candidates crash, hang or lie, in a module that a new process can import."""
+
+import ctypes
+import dataclasses
+import os
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel_ops import Kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class WildConfig:
+    """What a candidate does, when it is traced or when it runs."""
+
+    kind: str = "right"
+    ms: float = 0.0
+    index: int = 0
+
+
+def _abort():
+    os.abort()
+
+
+def _exit():
+    os._exit(139)
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang():
+    while True:
+        time.sleep(0.01)
+
+
+def _raise():
+    raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+
+
+WHEN_TRACED = {"abort": _abort, "exit": _exit, "kill": _kill, "hang": _hang}
+WHEN_RUN = {"run_kill": _kill, "run_hang": _hang, "run_lost": _raise}
+
+
+OPERANDS = []  # those of the last bench
+
+
+class Wild(Kernel[WildConfig, jax.Array]):
+    """Doubles."""
+
+    name = "wild"
+
+    def heuristic_cfg(self, inv):
+        return WildConfig(ms=4.0)
+
+    def make_inputs(self, inv, rng):
+        OPERANDS[:] = super().make_inputs(inv, rng)
+        return OPERANDS
+
+    def run(self, x, *, cfg):
+        if cfg.kind in WHEN_TRACED:
+            WHEN_TRACED[cfg.kind]()
+
+        def host(x):
+            if cfg.kind in WHEN_RUN:
+                WHEN_RUN[cfg.kind]()
+            time.sleep(cfg.ms / 1e3)
+            y = np.asarray(x) * 2
+            if cfg.kind == "writes":  # into its operand, as a kernel with a wrong pointer does
+                ctypes.memset(OPERANDS[0].unsafe_buffer_pointer(), 0, 4)
+            return y
+
+        return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + jnp.zeros_like(x)
+
+
+WILD = Wild()
