@@ -11,27 +11,37 @@ from typing import Any
 import jax
 
 from ejkernel_ops import AutotuningResult, ConfigSelectorChain, autotune_lowered, default_selector, policy_override
-from ejkernel_ops.execution.measure import spread
+from ejkernel_ops.execution.failures import first_line
+from ejkernel_ops.execution.measure import BUSY, spread
+from ejkernel_ops.execution.progress import Progress
 
 from .frameworks import adapters
 from .steps import jitted
 
-_ROUNDS, _MIN_GAIN, _BUDGET_S = 7, 0.01, 20.0
+_ROUNDS, _BUDGET_S = 9, 20.0
+_MIN_GAIN, _MAX_LOSS = 0.01, 0.005  # of a step's time: below the one its ops are suspects, above the other they go
 
 
 def tune(
-    step: Any, *args: Any, selector: ConfigSelectorChain | None = None, whole_step: bool = True, **kwargs: Any
+    step: Any,
+    *args: Any,
+    selector: ConfigSelectorChain | None = None,
+    whole_step: bool = True,
+    progress: bool = True,
+    **kwargs: Any,
 ) -> AutotuningResult:
     """Tunes every kernel of a train step, forward and backward, on shapes that the step itself has.
 
     With real arguments the whole step is timed at the end, on copies of them, with heuristics and with the
-    result; groups of configs that do not pay in it are dropped, for a kernel can win alone and cost a fusion.
+    result, and without each op that would run on another back end than before: a kernel can win alone and cost a
+    fusion. What makes the step slower is dropped, and `result.notes` says what was found.
 
     Args:
         step: a function, or what `jax.jit`, `nnx.jit` or `eqx.filter_jit` returns.
         *args: its arguments; `ShapeDtypeStruct`s will do, then the whole step is not timed.
         selector: whose tuner and caches are used; default the default selector.
         whole_step: time the whole step at the end.
+        progress: show what is tuned on stderr where that is a terminal.
         **kwargs: the step's keyword arguments.
 
     Returns:
@@ -51,14 +61,14 @@ def tune(
     """
     selector = default_selector() if selector is None else selector
     step = jitted(step, args, kwargs)
-    result = autotune_lowered(selector, step.lower(*args, **kwargs))
-    if not whole_step or not result.entries or _is_abstract((args, kwargs)):
-        return result
-    try:
-        return _WholeStep(step, args, kwargs, selector).pruned(result)
-    except Exception as error:  # what a step may raise is endless, and minutes of tuning must not be lost to it
-        reason = (str(error).strip().splitlines() or [""])[0][:300]
-        note = f"the whole step could not be timed: {type(error).__name__}: {reason}"
+    with Progress(selector, shown=progress):
+        result = autotune_lowered(selector, step.lower(*args, **kwargs), progress=progress)
+        if not whole_step or not result.entries or _is_abstract((args, kwargs)):
+            return result
+        try:
+            return _WholeStep(step, args, kwargs, selector).pruned(result)
+        except Exception as error:  # what a step may raise is endless, and minutes of tuning must not be lost to it
+            note = f"the whole step could not be timed: {first_line(error)}"
         return dataclasses.replace(result, notes=(*result.notes, note))
 
 
@@ -74,33 +84,34 @@ class _WholeStep:
 
     def pruned(self, result: AutotuningResult) -> AutotuningResult:
         """The result without the ops whose configs make the step slower, and with the step's times."""
-        changed = sorted({e.op_id_v for e in result.entries if e.heuristic is not None and e.cfg != e.heuristic})
         self.selector.emit("whole_step")
+        changed, switched = _changed(result), _switched(result)
         if not changed:  # the very same program
-            [base] = self.times([None])
-            return dataclasses.replace(result, step_ms=(base, base))
-        base, full = self.times([None, result])
-        best, best_ms, dropped = result, full, []
-        if full > base * (1 - _MIN_GAIN) and len(changed) > 1:  # it does not pay as a whole: look for the culprit
-            options = [_without(result, op) for op in changed]
-            times = self.times([None, *options])
-            base = times[0]
-            op, option, ms = min(zip(changed, options, times[1:]), key=lambda found: found[2])
-            if ms < full * (1 - _MIN_GAIN):
-                best, best_ms, dropped = option, ms, [op]
-        if best_ms > base * (1 + _MIN_GAIN):
-            for op in changed:
-                best = _without(best, op)
-            best_ms, dropped = base, changed
+            [base] = self.samples([None])
+            return dataclasses.replace(result, step_ms=(statistics.median(base),) * 2)
+        base, full = self.samples([None, result])
+        suspects = changed if _ratio(full, base) > 1 - _MIN_GAIN else [op for op in changed if op in switched]
+        others = [base]
+        if suspects and len(changed) > 1:
+            base, full, *others = self.samples([None, result, *(_without(result, [op]) for op in suspects)])
+        slower = [op for op, other in zip(suspects, others) if _ratio(full, other) > 1 + _MAX_LOSS]
+        notes = [_note(op, switched.get(op), full, other, op in slower) for op, other in zip(suspects, others)]
+        best, final = result, full
+        if slower:
+            best = _without(result, slower)
+            base, final = self.samples([None, best]) if len(slower) < len(changed) else (base, base)
+        if final is not base and _ratio(final, base) > 1 + _MAX_LOSS:
+            best, final = _without(result, changed), base
+            notes.append("dropped: no config that was tried pays in the whole step")
         tuned = result.as_overlay()
         for key, cfg in best.as_overlay().items():
             if tuned[key] != cfg:
                 self.selector.forget(key)  # so that no later trace finds what was dropped
-        notes = tuple(f"dropped: the configs of {op} did not pay in the whole step" for op in dropped)
-        return dataclasses.replace(best, step_ms=(base, best_ms), notes=(*best.notes, *notes))
+        times = statistics.median(base), statistics.median(final)
+        return dataclasses.replace(best, step_ms=times, notes=(*best.notes, *notes))
 
-    def times(self, results: Sequence[AutotuningResult | None]) -> list[float]:
-        """Median milliseconds of the step under each result (`None`: heuristics), timed in turns."""
+    def samples(self, results: Sequence[AutotuningResult | None]) -> list[list[float]]:
+        """Milliseconds of the step under each result (`None`: heuristics), taken in turns."""
         for result in results:
             self._run(result)
         samples: list[list[float]] = [[] for _ in results]
@@ -110,9 +121,9 @@ class _WholeStep:
                 break
             for times, result in zip(samples, results):
                 times.append(self._run(result))
-        if max(map(spread, samples)) > 0.2:
+        if max(map(spread, samples)) > BUSY:
             self.selector.emit("busy", spread=max(map(spread, samples)))
-        return [statistics.median(times) for times in samples]
+        return samples
 
     def _run(self, result: AutotuningResult | None) -> float:
         args, kwargs = _copied(self.arguments)
@@ -130,11 +141,36 @@ def _wait(tree: Any) -> None:
     jax.block_until_ready([x for x in arrays if not x.is_deleted()])
 
 
-def _without(result: AutotuningResult, op_id_v: str) -> AutotuningResult:
-    """The result with the heuristic configs of one op."""
+def _changed(result: AutotuningResult) -> list[str]:
+    """The ops with another config than the heuristic's."""
+    return sorted({e.op_id_v for e in result.entries if e.heuristic is not None and e.cfg != e.heuristic})
+
+
+def _switched(result: AutotuningResult) -> dict[str, str]:
+    """The ops that run on another back end than the heuristic's, and how that reads."""
+    pairs = [
+        (e.op_id_v, getattr(e.cfg, "backend", None), getattr(e.heuristic, "backend", None)) for e in result.entries
+    ]
+    return {op: f"{new} instead of {old}" for op, new, old in pairs if old is not None and new != old}
+
+
+def _note(op: str, switch: str | None, full: Sequence[float], other: Sequence[float], is_slower: bool) -> str:
+    """What a step takes with and without the configs of an op."""
+    what = f"{op} on {switch}" if switch else f"the configs of {op}"
+    times = f"the step takes {statistics.median(full):.1f} ms with it and {statistics.median(other):.1f} ms without"
+    return f"{'dropped' if is_slower else 'kept'}: {what}: {times}"
+
+
+def _ratio(times: Sequence[float], base: Sequence[float]) -> float:
+    """Time relative to another one, round by round."""
+    return statistics.median(a / b for a, b in zip(times, base))
+
+
+def _without(result: AutotuningResult, ops: Sequence[str]) -> AutotuningResult:
+    """The result with the heuristic configs of some ops."""
     entries = tuple(
         dataclasses.replace(e, cfg=e.heuristic, ms=e.heuristic_ms, source="heuristic")
-        if e.op_id_v == op_id_v and e.heuristic is not None
+        if e.op_id_v in ops and e.heuristic is not None
         else e
         for e in result.entries
     )

@@ -174,14 +174,13 @@ class Run:
 
     def _tuned(self, model: tuple[Any, Any]) -> Any:
         from gpt.model import train_step
-        from gpt.progress import TuningProgress, bar
+        from gpt.progress import log_tuning
 
         import ejlayers
         from ejkernel_ops import ConfigSelectorChain
 
-        with bar() as progress:
-            selector = ConfigSelectorChain(on_event=TuningProgress(progress))  # no disk: each run shows its own tuning
-            return ejlayers.tune(train_step, *model, self._batch(), selector=selector)
+        selector = ConfigSelectorChain(on_event=log_tuning)  # no disk: each run shows its own tuning
+        return ejlayers.tune(train_step, *model, self._batch(), selector=selector)
 
     def _train(self, model: tuple[Any, Any], stock: tuple[Any, Any] | None, result: Any) -> float:
         """Trains; returns the last held-out loss."""

@@ -31,4 +31,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-collect_ignore = ["fakes.py", "reference.py", "ops.py", "told.py", "wild.py"]  # shared by tests; none themselves
+collect_ignore = [
+    "fakes.py",
+    "reference.py",
+    "ops.py",
+    "told.py",
+    "wild.py",
+    "triton_scale.py",
+    "triton_kernels.py",
+]  # shared by tests; none themselves

@@ -20,7 +20,9 @@ from ..errors import DeviceLostError, TuningError
 from ..utils.fingerprint import platform_kind
 from .check import Reference, gradients, program
 from .failures import failed, first_line, lost_device
-from .measure import DeviceTimer, NoDeviceTime, interleaved
+from .isolation import ChildFailed
+from .lowering import BACKENDS, LoweringPool, pool_for
+from .measure import NoDeviceTime, device_times, interleaved
 from .trial import Trial
 
 SEED = 0
@@ -61,8 +63,9 @@ class Bench:
         self._programs: dict[Any, Any] = {}
         self._runs: dict[Any, Callable[[], Any]] = {}
         self._folded: dict[Any, Callable[[], Any]] = {}
+        self.notes: list[str] = []
         self.lost: list[Trial] = []  # what could be checked, but no longer be timed
-        self._timer = DeviceTimer() if platform_kind(inv.platform) == "gpu" else None
+        self._on_device = platform_kind(inv.platform) == "gpu"  # whether the device is asked for times
 
     def check(self, configs: Sequence[Any], warmup: int = 1) -> Iterator[Trial]:
         """Compiles configs, several at a time, and runs each alone.
@@ -77,25 +80,35 @@ class Bench:
         Raises:
             DeviceLostError: a candidate broke the device.
         """
-        pool = concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+        threads = concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+        processes = pool_for(self.inv, list(configs))
         try:
-            for cfg, trial in zip(configs, pool.map(self._compile, configs)):
+            compiled = threads.map(lambda cfg: self._compile(cfg, processes), configs)
+            for cfg, trial in zip(configs, compiled):
                 yield trial if trial is not None else self._checked(cfg, warmup)
         finally:  # whoever has seen enough does not wait for the rest
-            pool.shutdown(cancel_futures=True)
+            threads.shutdown(cancel_futures=True)
+            if processes is not None:
+                processes.close()
 
-    def _compile(self, cfg: Any) -> Trial | None:
+    def _compile(self, cfg: Any, processes: LoweringPool | None) -> Trial | None:
         """Compiles a config; what goes wrong is a reason, not an error."""
         if (reason := why_illegal(self.inv, cfg)) is not None:
             return Trial(cfg, "illegal", reason=reason)
         try:
-            run, types = program(self.inv, cfg), self._reference.types
+            if processes is not None and getattr(cfg, "backend", None) in BACKENDS:
+                run = processes.lower(cfg)
+            else:
+                run = program(self.inv, cfg)
+            types = self._reference.types
             into = jax.jit(lambda operands, stale: run(*operands), donate_argnums=1, keep_unused=True)
             traced = into.trace(self._sets[0], types)
             found = [(x.shape, x.dtype) for x in traced.out_info]
             if found != (expected := [(x.shape, x.dtype) for x in types]):
                 return Trial(cfg, "wrong", reason=f"outputs are {found}, expected {expected}")
             self._programs[cfg] = traced.lower().compile()
+        except ChildFailed as error:
+            return failed(cfg, "compile_failed" if error.status == "run_failed" else error.status, error)
         except Exception as error:  # a candidate may fail in any way, and must not take the others along
             return failed(cfg, "compile_failed", error)
         return None
@@ -153,34 +166,29 @@ class Bench:
     def sample(self, configs: Sequence[Any], rounds: int, deadline: float | None = None) -> list[list[float]]:
         """Samples of checked configs in milliseconds, taken in turns; see `interleaved`."""
         runs = [self._runs[cfg] for cfg in configs]
-        if self._timer is not None:
+        if self._on_device:
             try:
-                return self._timer(runs, rounds, deadline)
-            except NoDeviceTime:
-                self._timer = None  # for all, so that no two clocks are compared
+                return device_times(runs, rounds, deadline)
+            except NoDeviceTime as error:
+                self._on_device = False  # for all, so that no two clocks are compared
+                self.notes.append(f"timed by the wall clock: {error}")
                 return self.sample(configs, rounds, deadline)
         if platform_kind(self.inv.platform) == "cpu" or rounds < 5:
             return interleaved(runs, rounds, deadline)
         short = statistics.median(interleaved([runs[0]], 3)[0]) < _SHORT_MS
         if not short:
             return interleaved(runs, rounds, deadline)
-        folded = [self._fold(cfg) for cfg in configs]
-        return [[ms / _FOLDS for ms in times] for times in interleaved(folded, rounds, deadline)]
+        count = min(_FOLDS, len(self._sets) - 1)
+        times = interleaved([self._fold(cfg) for cfg in configs], rounds, deadline)
+        return [[ms / count for ms in each] for each in times]
 
     def _fold(self, cfg: Any) -> Callable[[], Any]:
-        """The call many times over as one program: each waits for the one before, and none is shared."""
+        """The call many times over as one program, with other operands each time, so that XLA cannot share any."""
         if cfg not in self._folded:
-            run = program(self.inv, cfg)
-
-            def many(operands: Any, outs: Any) -> Any:
-                for _ in range(_FOLDS):
-                    operands, outs = jax.lax.optimization_barrier((operands, outs))
-                    outs = run(*operands)
-                return outs
-
-            folded = jax.jit(many, donate_argnums=1).lower(self._sets[0], self._reference.types).compile()
-            self._folded[cfg] = self._runner(folded)
-            jax.block_until_ready(self._folded[cfg]())
+            run, sets = program(self.inv, cfg), self._sets[:-1][:_FOLDS]
+            many = jax.jit(lambda sets: [run(*operands) for operands in sets]).lower(sets).compile()
+            jax.block_until_ready(many(sets))
+            self._folded[cfg] = lambda: many(sets)
         return self._folded[cfg]
 
     def verify(self, cfg: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import functools
@@ -16,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,20 +28,38 @@ from ..core.kernel import KERNELS
 from ..errors import ConfigError, DeviceLostError
 from ..registry import call_from_plain
 from .bench import Bench
+from .check import program
 from .failures import first_line
 from .isolation import send
 
+# Triton kernels, by way of either version of jax-triton.
+_CUSTOM_CALLS = ("triton_kernel_call", "triton_kernel_call_ffi")
 
-class _Server:
-    """One bench, and the answers about it."""
 
-    def __init__(self, setup: dict[str, Any], inputs: Sequence[np.ndarray] | None):
+class _Lowerer:
+    """Knows one call, and lowers configs of it; needs no device."""
+
+    def __init__(self, setup: dict[str, Any]):
         for name, value in setup["settings"].items():
-            if getattr(jax.config, name, value) != value:
+            if getattr(jax.config, name, value) != value and name not in setup.get("keep", ()):
                 jax.config.update(name, value)
         for kernel in setup["kernels"]:
             _make(kernel["op"], kernel["module"], kernel["class"])
         _, self.inv = call_from_plain(setup["call"])
+        self.platform = "cuda" if setup["platform"] == "gpu" else setup["platform"]
+
+    def lower(self, config: dict[str, Any]) -> str:
+        run = jax.jit(program(self.inv, _config(self.inv, config)))
+        trusted = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS]
+        exported = jax.export.export(run, platforms=[self.platform], disabled_checks=trusted)(*self.inv.operands)
+        return base64.b64encode(exported.serialize()).decode()
+
+
+class _Server(_Lowerer):
+    """One bench, and the answers about it."""
+
+    def __init__(self, setup: dict[str, Any], inputs: Sequence[np.ndarray] | None):
+        super().__init__(setup)
         self.bench = Bench(self.inv, None if inputs is None else [jnp.asarray(x) for x in inputs])
         self.checked: set[Any] = set()
 
@@ -105,10 +125,13 @@ def main(fd: int) -> None:
             message = json.loads(pipe.recv_bytes())
             what = message.pop("do")
             try:
-                if what == "setup":
+                if what == "meet":
+                    server = _Lowerer(message)
+                    answer: dict[str, Any] = {"is": "ready"}
+                elif what == "setup":
                     count = message["num_inputs"]
                     server = _Server(message, None if count is None else _arrays(pipe, count))
-                    answer: dict[str, Any] = {"is": "ready"}
+                    answer = {"is": "ready"}
                 else:
                     answer = {"is": getattr(server, what)(**message)}
             except Exception as error:  # the parent decides what it means

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -57,11 +57,11 @@ class IsolatedBench:
     """
 
     def __init__(self, inv: Invocation, inputs: Sequence[Any] | None = None, timeout_s: float = 60.0):
-        self.inv, self.timeout_s, self.lost = inv, timeout_s, []
+        self.inv, self.timeout_s, self.lost, self.notes = inv, timeout_s, [], []
         self._inputs = None if inputs is None else [np.asarray(x) for x in inputs]
-        self._setup = _setup(inv, self._inputs)
-        self._child: _Child | None = None
-        self._spare: _Child | None = _Child()  # the next one imports while this one works
+        self._setup = setup_message(inv, self._inputs)
+        self._child: Child | None = None
+        self._spare: Child | None = Child()  # the next one imports while this one works
         try:
             self._ask({"do": "hello"})
         except ChildFailed as error:
@@ -73,7 +73,7 @@ class IsolatedBench:
         """A trial of each config, one after the other."""
         for cfg in configs:
             try:
-                yield Trial(cfg, **self._ask({"do": "check", "config": _plain(cfg), "warmup": warmup}))
+                yield Trial(cfg, **self._ask({"do": "check", "config": plain_config(cfg), "warmup": warmup}))
             except ChildFailed as error:
                 yield Trial(cfg, error.status, reason=error.reason)
 
@@ -84,7 +84,7 @@ class IsolatedBench:
         left = None if deadline is None else deadline - time.monotonic()
         ask = {"do": "sample", "rounds": rounds, "seconds": left}
         try:
-            return self._ask(ask | {"configs": list(map(_plain, configs))}, self.timeout_s * (1 + len(configs)))
+            return self._ask(ask | {"configs": list(map(plain_config, configs))}, self.timeout_s * (1 + len(configs)))
         except ChildFailed as error:
             if len(configs) == 1:
                 self.lost.append(Trial(configs[0], error.status, reason=f"when it was timed: {error.reason}"))
@@ -100,7 +100,7 @@ class IsolatedBench:
     def verify(self, cfg: Any) -> str | None:
         """Why a config may not win; see `Bench.verify`."""
         try:
-            return self._ask({"do": "verify", "config": _plain(cfg)}, 4 * self.timeout_s)
+            return self._ask({"do": "verify", "config": plain_config(cfg)}, 4 * self.timeout_s)
         except ChildFailed as error:
             return f"{error.status}: {error.reason}"
 
@@ -119,9 +119,9 @@ class IsolatedBench:
         """
         try:
             if self._child is None:
-                self._child, self._spare = self._spare or _Child(), None
+                self._child, self._spare = self._spare or Child(), None
                 self._child.ask(self._setup, _SETUP_S, self._inputs)
-                self._spare = _Child()
+                self._spare = Child()
             return self._child.ask(message, timeout or self.timeout_s)
         except ChildFailed as error:
             if error.status != "run_failed" and self._child is not None:
@@ -130,15 +130,19 @@ class IsolatedBench:
             raise
 
 
-class _Child:
-    """A new Python process that answers questions on a pipe."""
+class Child:
+    """A new Python process that answers questions on a pipe.
 
-    def __init__(self) -> None:
+    Args:
+        more: environment variables besides those of this process.
+    """
+
+    def __init__(self, more: Mapping[str, str] | None = None):
         self._pipe, theirs = Pipe()
         self._log = tempfile.TemporaryFile()
         command = [sys.executable, "-m", "ejkernel_ops.execution.child", str(theirs.fileno())]
         self._process = subprocess.Popen(
-            command, env=child_environment(), pass_fds=[theirs.fileno()], start_new_session=True,
+            command, env=child_environment() | dict(more or {}), pass_fds=[theirs.fileno()], start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
         )  # fmt: skip
         theirs.close()
@@ -151,8 +155,14 @@ class _Child:
                 self._pipe.recv_bytes()
                 self._imported = True
 
-    def ask(self, message: dict[str, Any], timeout: float, arrays: Sequence[np.ndarray] | None = None) -> Any:
-        """Sends a question and waits for the answer."""
+    def ask(
+        self, message: dict[str, Any], timeout: float = _SETUP_S, arrays: Sequence[np.ndarray] | None = None
+    ) -> Any:
+        """Sends a question and waits for the answer.
+
+        Raises:
+            ChildFailed: there is none, or it is an error.
+        """
         self.imported(_SETUP_S)
         try:
             send(self._pipe, message, arrays or ())
@@ -189,7 +199,7 @@ def send(pipe: Connection, message: dict[str, Any], arrays: Sequence[np.ndarray]
         pipe.send_bytes(x.tobytes() or b"\0")
 
 
-def _setup(inv: Invocation, inputs: list | None) -> dict[str, Any]:
+def setup_message(inv: Invocation, inputs: list | None) -> dict[str, Any]:
     """All that a new process needs to make the call again."""
     call, _ = call_like(inv)
     inv.call = call
@@ -200,6 +210,7 @@ def _setup(inv: Invocation, inputs: list | None) -> dict[str, Any]:
         "settings": settings,
         "kernels": [_address(kernel) for kernel in reversed(kernels)],
         "call": call_to_plain(Key(inv.device_fingerprint, inv.op_id_v, inv.call_key), inv),
+        "platform": inv.platform or jax.default_backend(),
         "num_inputs": None if inputs is None else len(inputs),
     }
 
@@ -218,6 +229,7 @@ def _address(kernel: Kernel) -> dict[str, str]:
     return {"op": kernel.op_id_v, "module": cls.__module__, "class": cls.__qualname__}
 
 
-def _plain(cfg: Any) -> dict[str, Any]:
+def plain_config(cfg: Any) -> dict[str, Any]:
+    """A config and its type as JSON data."""
     kind = f"{type(cfg).__module__}:{type(cfg).__qualname__}"
     return {"type": kind, "config": json.loads(to_json(cfg))}

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 _SAMPLE_S = 1e-3  # a sample lasts at least this long, so that the clock and the dispatch do not count
-_BATCH = 5  # rounds of one CUPTI session: between sessions the deadline is looked at, and the order turns round
+BUSY = 0.2  # a spread above this says that something else runs
+_SESSION = 5  # rounds under one profiler: between sessions the deadline is looked at, and the order turns round
 
 Run = Callable[[], Any]
 
@@ -95,68 +96,81 @@ class NoDeviceTime(Exception):
     """The profiler of the device cannot be used, or its records do not fit what was run."""
 
 
-class DeviceTimer:
+def device_times(runs: Sequence[Run], rounds: int, deadline: float | None = None) -> list[list[float]]:
     """Times functions in turns by the device's own record (CUPTI): the sum of each function's kernels.
 
     Neither dispatch nor gaps count. The profiler takes one user at a time, so this fails beside another one.
 
+    Args:
+        runs: functions without arguments, compiled and warm.
+        rounds: samples of each.
+        deadline: `time.monotonic()` after which no further session starts.
+
+    Returns:
+        As `interleaved`.
+
+    Raises:
+        NoDeviceTime: no profiler here, or records that do not fit.
+
     Source:
         `jax.experimental.mosaic.gpu.profiler`.
     """
-
-    def __init__(self) -> None:
-        self._kernels: dict[Run, int] = {}  # how many kernels a run launches
-
-    def __call__(self, runs: Sequence[Run], rounds: int, deadline: float | None = None) -> list[list[float]]:
-        """As `interleaved`, for runs that launch the same kernels each time.
-
-        Raises:
-            NoDeviceTime: no profiler here, or records that do not fit.
-        """
-        for run in runs:
-            if run not in self._kernels:
-                self._kernels[run] = len(_kernel_times([run], 1)[0])
-        samples: list[list[float]] = [[] for _ in runs]
-        order = list(range(len(runs)))
-        for start in range(0, rounds, _BATCH):
-            if start and deadline is not None and time.monotonic() > deadline:
-                break
-            counts = [self._kernels[runs[i]] for i in order]
-            for kernels in _kernel_times([runs[i] for i in order], min(_BATCH, rounds - start)):
-                if len(kernels) != sum(counts):
-                    raise NoDeviceTime(f"{len(kernels)} kernels were recorded, {sum(counts)} expected")
-                for i, count in zip(order, counts):
-                    samples[i].append(sum(kernels[:count]))
-                    del kernels[:count]
-            order.reverse()
-        return samples
+    samples: list[list[float]] = [[] for _ in runs]
+    order = list(range(len(runs)))
+    for start in range(0, rounds, _SESSION):
+        if start and deadline is not None and time.monotonic() > deadline:
+            break
+        count = min(_SESSION, rounds - start)
+        for turn, ms in enumerate(_Session([runs[i] for i in order], count).times()):
+            samples[order[turn % len(order)]].append(ms)
+        order.reverse()
+    return samples
 
 
-class _Round:
-    """Runs each function once. Looks jitted, which is what the profiler asks of what it calls as it is."""
+class _Session:
+    """Some rounds under one profiler. Looks jitted, which is what the profiler asks of what it calls as it is.
 
-    def __init__(self, runs: Sequence[Run]):
-        self.runs = runs
+    A marker is run before each function: its kernel tells in the record where the next one's begin, for how many
+    there are can change from one run to the next.
+    """
 
-    def __call__(self) -> None:
-        for run in self.runs:
-            out = run()
-        jax.block_until_ready(out)  # returning it would keep every round's outputs alive
+    def __init__(self, runs: Sequence[Run], rounds: int):
+        self.runs, self.rounds, self.calls, self.marker = runs, rounds, 0, jnp.zeros((), jnp.uint8)
 
     def trace(self) -> None: ...
 
     def lower(self) -> None: ...
 
+    def __call__(self) -> None:
+        self.calls += 1
+        for _ in range(1 if self.calls == 1 else self.rounds):  # the profiler's first call is its warm-up
+            for run in self.runs:
+                _mark(self.marker)
+                out = run()
+        jax.block_until_ready(out)  # returning it would keep it alive
 
-def _kernel_times(runs: Sequence[Run], rounds: int) -> list[list[float]]:
-    """Milliseconds of each kernel, round by round; one more round goes before."""
+    def times(self) -> list[float]:
+        """Milliseconds of each run, in the order in which they ran."""
+        times: list[float] = []
+        for name, ms in _records(self):
+            if _MARK in name:
+                times.append(0.0)
+            elif times:
+                times[-1] += ms
+        if len(times) != self.rounds * len(self.runs) or not all(times):
+            raise NoDeviceTime(f"{len(times)} runs were recorded, {self.rounds * len(self.runs)} expected")
+        return times
+
+
+_MARK = "popcnt"  # part of the name of the marker's kernel, and of no other that one would tune
+_mark = jax.jit(jax.lax.population_count)
+
+
+def _records(session: _Session) -> list[tuple[str, float]]:
+    """Name and milliseconds of each kernel."""
     try:
         from jax.experimental.mosaic.gpu import profiler
 
-        _, found = profiler.measure(_Round(runs), aggregate=False, iterations=rounds)()  # type: ignore[arg-type]
+        return profiler.measure(session, aggregate=False)()[1] or []  # type: ignore[arg-type]
     except (ImportError, RuntimeError, AttributeError, TypeError) as error:
         raise NoDeviceTime(f"{type(error).__name__}: {error}") from None
-    if not found:
-        raise NoDeviceTime("no kernel was recorded")
-    by_round: Any = [found] if rounds == 1 else found
-    return [[ms for _, ms in kernels] for kernels in by_round]

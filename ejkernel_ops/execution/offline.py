@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -12,17 +13,18 @@ from ..config.neighbours import place_of
 from ..config.selection import ConfigSelectorChain, default_selector, heuristic, require_chain
 from ..core.invocation import Invocation
 from ..environment import recording
-from ..errors import EjkernelError, LabelError, TuningError, UnsupportedError
+from ..errors import DeviceLostError, EjkernelError, LabelError, TuningError, UnsupportedError
 from ..registry import find_call, get_invocations
 from ..utils.fingerprint import device_fingerprint
 from ..utils.labelled import LABEL_ONLY
 from ..utils.meta import OTHER_LABEL, CallSite, call_sites, extract_labels_from_hlo_text, program_text, split_label
 from .measure import inside_trace
+from .progress import Progress
 from .result import AutotuningResult, Entry
 
 
 def autotune_lowered(
-    selector: Any, lowered: Any = None, *, strict: bool = False, sync: bool = False
+    selector: Any, lowered: Any = None, *, strict: bool = False, sync: bool = False, progress: bool = True
 ) -> AutotuningResult:
     """Tunes every labelled call of a lowered program, forward and backward, each distinct one once.
 
@@ -34,6 +36,7 @@ def autotune_lowered(
         lowered: what `jax.jit(step).lower(...)` returned in this process, or its text.
         strict: raise where a label cannot be tuned.
         sync: tune in one process and give all its result; one process only, for now.
+        progress: show what is tuned where stderr is a terminal; `False`: never.
 
     Returns:
         The configs, to be entered around the program's calls; `result.skipped` names every label that was
@@ -87,7 +90,8 @@ def autotune_lowered(
             raise LabelError(f"{label}: {reason}; lower the program in this process")
         else:
             skipped.append((label, reason))
-    return _tune(selector, device, calls, skipped, strict)
+    with Progress(selector, shown=progress):
+        return _tune(selector, device, calls, skipped, strict)
 
 
 def _by_label(text: str) -> dict[str, list[CallSite]]:
@@ -98,12 +102,13 @@ def _by_label(text: str) -> dict[str, list[CallSite]]:
     return found
 
 
-def autotune_recorded(selector: Any = None) -> AutotuningResult:
+def autotune_recorded(selector: Any = None, *, progress: bool = True) -> AutotuningResult:
     """Tunes every call that was recorded for the current device.
 
     Args:
         selector: whose tuner and caches are used, or what `get_invocations()` returned; default the default
             selector and all recorded calls.
+        progress: as `autotune_lowered`.
 
     Returns:
         As `autotune_lowered`.
@@ -125,7 +130,8 @@ def autotune_recorded(selector: Any = None) -> AutotuningResult:
             key = Key(device, op_id_v, call_key)
             inv = find_call(key) or Invocation(kernel, args, kwargs)
             calls.append((f"{op_id_v}:{call_key}", key, inv, 1, 1))
-    return _tune(chain, device, calls, [], False)
+    with Progress(chain, shown=progress):
+        return _tune(chain, device, calls, [], False)
 
 
 def _tune(
@@ -133,22 +139,36 @@ def _tune(
 ) -> AutotuningResult:
     if calls and inside_trace():
         raise TuningError("tuning inside a trace would time nothing; tune outside jit, grad and vmap")
-    entries = []
+    entries, notes, fruitless = [], [], []
     selector.emit("tuning_start", total=len(calls))
     for index, (label, key, inv, count, executions) in enumerate(calls):
         numbers: dict[str, Any] = {"count": count, "executions": executions, "shapes": operand_shapes(inv)}
         selector.emit("op_start", op_id_v=inv.op_id_v, shapes=numbers["shapes"], index=index, total=len(calls))
         try:
-            entry = _stored(selector, key, inv, numbers) or _tuned(selector, key, inv, numbers)
+            entry = _stored(selector, key, inv, numbers)
+            if entry is None:
+                entry, found = _tuned(selector, key, inv, numbers)
+                notes += [f"{inv.op_id_v} {numbers['shapes']}: {note}" for note in found]
+        except DeviceLostError:  # whatever comes next would fail, too
+            raise
         except EjkernelError as error:
             if strict:
                 raise
             skipped.append((label, str(error)))
+            fruitless.append(inv.op_id_v)
             selector.emit("op_skipped", op_id_v=inv.op_id_v, reason=str(error), index=index, total=len(calls))
             continue
         entries.append(entry)
+        if entry.source == "heuristic":
+            fruitless.append(inv.op_id_v)
         selector.emit("op_done", op_id_v=inv.op_id_v, entry=entry, index=index, total=len(calls))
-    return AutotuningResult(device, tuple(entries), skipped=tuple(skipped))
+    if fruitless:
+        warnings.warn(
+            f"{len(fruitless)} of {len(calls)} calls keep their heuristic config, for nothing else could be timed: "
+            f"{', '.join(sorted(set(fruitless)))}; print the result for the reasons",
+            stacklevel=3,
+        )
+    return AutotuningResult(device, tuple(entries), skipped=tuple(skipped), notes=tuple(notes))
 
 
 def _stored(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: dict[str, Any]) -> Entry | None:
@@ -160,9 +180,12 @@ def _stored(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: d
     return None
 
 
-def _tuned(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: dict[str, Any]) -> Entry:
+def _tuned(
+    selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: dict[str, Any]
+) -> tuple[Entry, tuple[str, ...]]:
+    """What tuning a call gives, and what its reader should know."""
     tuned = selector.tune(inv, key)
-    return Entry(
+    entry = Entry(
         key.op_id_v,
         key.call_key,
         tuned.cfg,
@@ -174,6 +197,7 @@ def _tuned(selector: ConfigSelectorChain, key: Key, inv: Invocation, numbers: di
         place=place_of(inv),
         **numbers,
     )
+    return entry, getattr(tuned, "notes", ())
 
 
 def operand_shapes(inv: Invocation) -> str:

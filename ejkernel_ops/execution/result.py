@@ -1,4 +1,4 @@
-"""`AutotuningResult`: what was tuned, as a value that is printed, stored, merged, and entered around training."""
+"""`AutotuningResult`: what was tuned, as a value that is shown, stored, merged, and entered around training."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,16 +15,12 @@ import jax
 
 from ..config.cache import Key
 from ..config.neighbours import Place, remember_places
-from ..config.schema import from_plain, leaf_fields, parse_json, to_json
-from ..core.kernel import find_kernel
 from ..core.snapshot import Reentrant, entered, overlay_digest, with_overlay
 from ..errors import CacheFormatError, ConfigError
 from ..utils.files import replace_file
-from ..utils.fingerprint import device_fingerprint
 from .trial import Trial
 
 F = TypeVar("F", bound=Callable)
-_FORMAT, _SCHEMA = "ejkernel_ops.AutotuningResult", 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +186,7 @@ class AutotuningResult(Reentrant):
             notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
         )
 
-    # JSON
+    # Kept
 
     def dumps(self) -> str:
         """The result as JSON text.
@@ -199,17 +194,9 @@ class AutotuningResult(Reentrant):
         Raises:
             ConfigError: a config without a JSON form, or whose type its kernel does not declare.
         """
-        body = {
-            "format": _FORMAT,
-            "schema": _SCHEMA,
-            "device": self.device,
-            "versions": self.versions,
-            "step_ms": self.step_ms,
-            "notes": self.notes,
-            "skipped": self.skipped,
-            "entries": [_entry_to_plain(entry) for entry in self.entries],
-        }
-        return json.dumps(body, indent=1)
+        from .result_json import dumps
+
+        return dumps(self)
 
     @classmethod
     def loads(cls, text: str | bytes, *, allow_other_device: bool = False) -> AutotuningResult:
@@ -226,33 +213,9 @@ class AutotuningResult(Reentrant):
             CacheFormatError: not a result, damaged, or of another device.
             ConfigError: an op that is not known in this process.
         """
-        body = parse_json(text)
-        if not isinstance(body, dict) or body.get("format") != _FORMAT:
-            raise CacheFormatError("not an AutotuningResult: the field 'format' is missing or another")
-        if body.get("schema") != _SCHEMA:
-            raise CacheFormatError(f"schema is {body.get('schema')!r}; this version reads {_SCHEMA}")
-        try:
-            device = str(body["device"])
-            entries = tuple(_entry_from_plain(entry) for entry in body["entries"])
-            extra = {
-                "skipped": tuple((str(label), str(reason)) for label, reason in body["skipped"]),
-                "versions": {str(k): str(v) for k, v in body["versions"].items()},
-                "step_ms": None if body["step_ms"] is None else tuple(map(float, body["step_ms"])),
-                "notes": tuple(map(str, body["notes"])),
-            }
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, (ConfigError, CacheFormatError)):
-                raise
-            raise CacheFormatError(f"damaged AutotuningResult: {type(error).__name__}: {error}") from None
-        here = device_fingerprint()
-        if device != here:
-            if not allow_other_device:
-                raise CacheFormatError(
-                    f"the result was tuned for {device!r}, this is {here!r}; tune here, or pass allow_other_device=True"
-                )
-            extra["notes"] += (f"tuned for {device}",)
-            device = here
-        return cls(device, entries, **extra)
+        from .result_json import loads
+
+        return loads(cls, text, allow_other_device)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the result to a file, which is replaced as a whole.
@@ -271,103 +234,30 @@ class AutotuningResult(Reentrant):
         except CacheFormatError as error:
             raise CacheFormatError(f"{path}: {error}") from None
 
-    # Text
+    # Seen
 
     def __str__(self) -> str:
-        from ..utils.text_table import text_table  # rich, which only printing needs
+        from .result_text import to_text
 
-        columns = ("op", "operands", "calls", "back end", "config", "heuristic ms", "chosen ms", "gain", "source")
-        entries = sorted(self.entries, key=lambda e: -(e.heuristic_ms or 0.0) * e.executions)
-        right = ("calls", "heuristic ms", "chosen ms", "gain")
-        table = text_table(columns, map(_cells, entries), title=f"tuned for {self.device}", right=right)
-        return "\n".join([table, *self._footer()])
+        return to_text(self)
 
-    def _footer(self) -> Iterable[str]:
-        if not self.entries and not self.skipped:
-            yield "no kernels in this program: ejlayers.swap(model) puts them into a model"
-        if self.step_ms is not None and self.step_ms[0] == self.step_ms[1]:
-            yield f"whole step: {self.step_ms[0]:.1f} ms; no config that was tried is better than the heuristics"
-        elif self.step_ms is not None:
-            before, after = self.step_ms
-            yield f"whole step: {before:.1f} ms with heuristics, {after:.1f} ms with it ({before / after:.2f}x)"
-        for label, reason in self.skipped:
-            yield f"not tuned: {label}: {reason}"
-        yield from self.notes
-        yield f"digest {self.digest[:16]}  " + "  ".join(f"{name} {version}" for name, version in self.versions.items())
+    def to_markdown(self) -> str:
+        """What `print` shows, as Markdown: a table, and a list of the lines below it."""
+        from .result_text import to_markdown
 
+        return to_markdown(self)
 
-def _cells(e: Entry) -> list[str]:
-    """An entry as a row of text."""
-    fields = [
-        f"{name.split('.')[-1]}={value}"
-        for name, value in leaf_fields(e.cfg)
-        if value is not None and name != "backend"
-    ]
-    calls = str(e.count) if e.executions == e.count else f"{e.count} (x{e.executions // max(e.count, 1)})"
-    kept = "" if e.heuristic is None or e.cfg != e.heuristic else " (heuristic)"
-    times = [_number(e.heuristic_ms), _number(e.ms), f"{e.gain:.2f}x" if e.gain else "-"]
-    return [
-        e.op_id_v,
-        e.shapes,
-        calls,
-        getattr(e.cfg, "backend", None) or "-",
-        " ".join(fields),
-        *times,
-        e.source + kept,
-    ]
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws each call's gain, and the times of its candidates, into a picture.
 
+        Args:
+            path: the file; its suffix says the format: `.png`, `.svg` or `.pdf`.
 
-def _number(ms: float | None) -> str:
-    return "-" if ms is None else f"{ms:.3f}"
+        Raises:
+            ConfigError: another suffix.
+            FileNotFoundError: the folder does not exist.
+            UnsupportedError: matplotlib is not installed.
+        """
+        from .plot import plot
 
-
-def _entry_to_plain(entry: Entry) -> dict[str, Any]:
-    kernel = find_kernel(entry.op_id_v)
-    if kernel.config_cls is None and dataclasses.is_dataclass(entry.cfg):
-        raise ConfigError(f"{entry.op_id_v} does not declare the type of its configs; set config_cls to store them")
-    numbers = {name: getattr(entry, name) for name in ("count", "executions", "shapes", "heuristic_ms", "ms", "source")}
-    trials = [
-        {"config": json.loads(to_json(t.cfg)), "status": t.status, "ms": t.ms, "spread": t.spread, "reason": t.reason}
-        for t in entry.trials
-    ]
-    heuristic = None if entry.heuristic is None else json.loads(to_json(entry.heuristic))
-    config = json.loads(to_json(entry.cfg))
-    return {
-        "op": entry.op_id_v,
-        "key": entry.call_key,
-        "config": config,
-        "heuristic": heuristic,
-        **numbers,
-        "trials": trials,
-        "place": None if entry.place is None else [entry.place.kind, entry.place.lengths],
-    }
-
-
-def _entry_from_plain(data: dict[str, Any]) -> Entry:
-    kernel = find_kernel(data["op"])
-    kind = kernel.config_cls or Any
-    trials = tuple(
-        Trial(from_plain(t["config"], kind), str(t["status"]), t["ms"], t["spread"], str(t["reason"]))
-        for t in data["trials"]
-    )
-    return Entry(
-        str(data["op"]),
-        str(data["key"]),
-        from_plain(data["config"], kind),
-        count=int(data["count"]),
-        executions=int(data["executions"]),
-        shapes=str(data["shapes"]),
-        heuristic=None if data["heuristic"] is None else from_plain(data["heuristic"], kind),
-        heuristic_ms=data["heuristic_ms"],
-        ms=data["ms"],
-        source=str(data["source"]),
-        trials=trials,
-        place=_place_from_plain(data.get("place")),  # older files have none
-    )
-
-
-def _place_from_plain(data: Any) -> Place | None:
-    if data is None:
-        return None
-    kind, lengths = data
-    return Place(str(kind), tuple(tuple(map(int, axes)) for axes in lengths))
+        plot(self, path)

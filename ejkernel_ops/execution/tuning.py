@@ -18,14 +18,12 @@ from ..errors import ConfigError, DeviceLostError, TuningError
 from ..utils.fingerprint import is_array
 from .bench import Bench
 from .failures import first_line
-from .measure import benchmark, inside_trace, interleaved, spread
+from .measure import BUSY, benchmark, inside_trace, interleaved, spread
 from .result import AutotuningResult, Entry
 from .search import ordered, race
 from .trial import Trial, Tuned
 
 __all__ = ["Autotuner", "AutotuningResult", "Entry", "Trial", "Tuned", "autotune", "benchmark"]
-
-BUSY = 0.2  # a spread above this says that something else runs
 
 
 class Autotuner:
@@ -162,9 +160,9 @@ class Autotuner:
             trials[cfg] = Trial(cfg, "wrong", reason=reason)
         trials |= {trial.cfg: trial for trial in bench.lost}
         busy = max(trials[default].spread or 0.0, trials[found.winner].spread or 0.0)
-        notes = (f"the device was busy: times spread by {busy:.0%}",) if busy > BUSY else ()
+        notes = [*bench.notes, *([f"the device was busy: times spread by {busy:.0%}"] if busy > BUSY else [])]
         times = found.times
-        return Tuned(found.winner, default, times[found.winner], times[default], tuple(trials.values()), notes)
+        return Tuned(found.winner, default, times[found.winner], times[default], tuple(trials.values()), tuple(notes))
 
     def autotune(self, make_fn: Callable, args: tuple, kwargs: dict, candidates: Iterable[Any]) -> Any:
         """The fastest config of any function: times `make_fn(cfg)(*args, **kwargs)`; checks no numbers.

@@ -60,6 +60,24 @@ def candidate_block_sizes(query: Any, key: Any, platform: str | None = None) -> 
     return list(dict.fromkeys((_clamped(q, query.shape[1]), _clamped(k, key.shape[1])) for q, k in pairs))
 
 
+# Seconds of a step of the loops, FLOP/s, bytes/s of memory, and bytes of cache: to order candidates, no more.
+_MACHINE = {"cpu": (5e-6, 1e11, 2e10, 8e6), "gpu": (8e-5, 4e14, 2.5e12, 4e7), "tpu": (1e-5, 1e14, 1e12, 1e8)}
+
+
+def predicted_seconds(
+    query: Any, key: Any, blocks: tuple[int, int], causal: bool, passes: int, platform: str | None
+) -> float:
+    """Time of the XLA back end: its steps, and in each the products and the passes over a block of scores."""
+    step, flops, bandwidth, cache = _MACHINE[platform_kind(platform)]
+    (batch, q_len, heads, dim), (block_q, block_kv) = query.shape, blocks
+    num_q, num_kv = -(-q_len // block_q), -(-key.shape[1] // block_kv)
+    last = [min(num_kv, -(-(i + 1) * block_q // block_kv)) if causal else num_kv for i in range(num_q)]
+    scores = batch * heads * block_q * block_kv
+    spilled = max(0.1, min(1.0, 4 * scores / cache))  # what does not fit the cache goes to memory and back
+    work = scores * (2 * dim * passes / flops + 4 * 3 * passes * spilled / bandwidth)
+    return sum(last) * (step + work)
+
+
 def forward_config(blocks: tuple[int, int]) -> AttentionConfig:
     """Config of the XLA forward kernel."""
     return AttentionConfig(backend="xla", fwd=FwdParams(q_blocksize=blocks[0], kv_blocksize=blocks[1]))

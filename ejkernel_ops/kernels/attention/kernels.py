@@ -20,6 +20,7 @@ from .config import (
     candidate_block_sizes,
     compute_dtype,
     forward_config,
+    predicted_seconds,
 )
 
 # query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks, dropout_seed
@@ -46,6 +47,14 @@ class AttentionBackward(Kernel):
         """Blocks around the heuristic's."""
         pairs = candidate_block_sizes(inv.arguments["query"], inv.arguments["key"], inv.platform)
         return [backward_config(pair) for pair in pairs]
+
+    def cost(self, inv: Invocation, cfg: AttentionConfig) -> float | None:
+        """Predicted seconds of the XLA back end."""
+        return _cost(inv, cfg.bwd, passes=5)
+
+    def odd_calls(self, inv: Invocation) -> list[Invocation]:
+        """One with odd lengths."""
+        return _odd_calls(inv)
 
     def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
         """Consistent operands: the forward's, what it makes of them, and random cotangents."""
@@ -121,6 +130,14 @@ class AttentionForward(Kernel):
         """Blocks around the heuristic's."""
         pairs = candidate_block_sizes(inv.arguments["query"], inv.arguments["key"], inv.platform)
         return [forward_config(pair) for pair in pairs]
+
+    def cost(self, inv: Invocation, cfg: AttentionConfig) -> float | None:
+        """Predicted seconds of the XLA back end."""
+        return _cost(inv, cfg.fwd, passes=2)
+
+    def odd_calls(self, inv: Invocation) -> list[Invocation]:
+        """One with odd lengths."""
+        return _odd_calls(inv)
 
     def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
         """Random arrays with valid masks, lengths and segment ids."""
@@ -236,6 +253,41 @@ def _tiles(x: jax.Array, kv_heads: int, lengths: tuple[int, int], pads: tuple[in
 
 def _from_tiles(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x[:, :, :, : shape[2], : shape[3]].reshape(shape)
+
+
+def _cost(inv: Invocation, params: Any, passes: int) -> float | None:
+    """Predicted seconds; `passes`: products of a block of scores."""
+    if params is None or params.q_blocksize is None or params.kv_blocksize is None:
+        return None
+    query, key = inv.arguments["query"], inv.arguments["key"]
+    blocks = min(params.q_blocksize, query.shape[1]), min(params.kv_blocksize, key.shape[1])
+    return predicted_seconds(query, key, blocks, bool(inv.kwargs["causal"]), passes, inv.platform)
+
+
+# The axes of each operand: q and k are the lengths.
+_AXES = {
+    "query": "bqhd", "key": "bkhd", "value": "bkhd", "bias": "bhqk", "mask": "bhqk", "q_segment_ids": "bq",
+    "kv_segment_ids": "bk", "out": "bqhd", "lse": "bqh", "dout": "bqhd", "dlse": "bqh",
+}  # fmt: skip
+
+
+def _odd_calls(inv: Invocation) -> list[Invocation]:
+    """The call with odd lengths of queries and keys, at most 1023 of each."""
+    lengths = {"q": _odd(inv.arguments["query"].shape[1]), "k": _odd(inv.arguments["key"].shape[1])}
+
+    def resized(name: str, x: Any) -> Any:
+        if not hasattr(x, "shape") or name not in _AXES:
+            return x
+        shape = [lengths.get(axis, n) if n > 1 else n for axis, n in zip(_AXES[name], x.shape)]
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return [inv.like(*map(resized, inv.arguments, inv.args))]
+
+
+def _odd(length: int) -> int:
+    """The largest odd number below a length, and below 1024."""
+    length = min(length, 1024)
+    return max(1, length - 1 if length % 2 == 0 else length - 2)
 
 
 def attention_inputs(inv: Invocation, rng: np.random.Generator):

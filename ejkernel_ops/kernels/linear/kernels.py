@@ -46,6 +46,17 @@ def _candidate_rows(x: Any) -> list[int]:
     return [rows, *(n for n in (4096, 1024, 256) if n < rows)]
 
 
+def _odd_calls(inv: Invocation, with_rows: tuple[str, ...]) -> list[Invocation]:
+    """The call with an odd count of rows, at most 1023."""
+    rows = min(_num_rows(inv.arguments["x"]), 1024)
+    odd = max(1, rows - 1 if rows % 2 == 0 else rows - 2)
+
+    def resized(name: str, x: Any) -> Any:
+        return jax.ShapeDtypeStruct((odd, x.shape[-1]), x.dtype) if name in with_rows and x is not None else x
+
+    return [inv.like(*map(resized, inv.arguments, inv.args))]
+
+
 def _out_axis(weight_layout: str) -> int:
     return 1 if weight_layout == "io" else 0
 
@@ -80,6 +91,10 @@ class LinearBackward(Kernel):
         """All rows at once, and chunks."""
         rows = _candidate_rows(inv.arguments["x"])
         return [LinearConfig(backend="xla", bwd=BwdParams(blocksize_m=n)) for n in rows]
+
+    def odd_calls(self, inv: Invocation) -> list[Invocation]:
+        """One with an odd count of rows."""
+        return _odd_calls(inv, ("x", "out", "preact", "dout", "dpreact"))
 
     def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
         """Random operands; the saved activation input is random too, for it is only differentiated at."""
@@ -154,6 +169,10 @@ class LinearForward(Kernel):
         """All rows at once, and chunks."""
         rows = _candidate_rows(inv.arguments["x"])
         return [LinearConfig(backend="xla", fwd=FwdParams(blocksize_m=n)) for n in rows]
+
+    def odd_calls(self, inv: Invocation) -> list[Invocation]:
+        """One with an odd count of rows."""
+        return _odd_calls(inv, ("x",))
 
     def out_like(self, x, weight, bias, *, activation, weight_layout, out_dtype, precision):
         """Types of output and saved activation input."""

@@ -1,0 +1,77 @@
+"""`LoweringPool`: Triton compiles while JAX lowers, in Python, so only processes do that in parallel."""
+
+from __future__ import annotations
+
+import base64
+import os
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import jax.export
+
+from ..core.invocation import Invocation
+from ..errors import TuningError
+from .isolation import Child, plain_config, setup_message
+
+BACKENDS = ("triton",)  # what is compiled while it is lowered
+_FEWEST = 4  # below this starting processes takes longer than it saves
+_TIMEOUT_S = 120.0
+
+
+class LoweringPool:
+    """Child processes that lower configs of one call, and need no device for it.
+
+    Args:
+        inv: the call.
+        workers: how many processes.
+
+    Raises:
+        TuningError: a kernel that a new process cannot import.
+    """
+
+    def __init__(self, inv: Invocation, workers: int):
+        self._setup = setup_message(inv, None)
+        self._idle: queue.Queue[Child | None] = queue.Queue()
+        self._children: list[Child] = []
+        for _ in range(workers):
+            self._idle.put(None)
+
+    def lower(self, cfg: Any) -> Callable[..., Any]:
+        """The call with a config as a function of its operands, lowered in another process. Threads may share a pool.
+
+        Raises:
+            ChildFailed: it could not be lowered, and why.
+        """
+        child = self._idle.get()
+        try:
+            if child is None:
+                child = Child({"JAX_PLATFORMS": "cpu"})  # one process holds the device: this one
+                self._children.append(child)
+                child.ask(self._setup | {"do": "meet", "keep": ["jax_platforms"]})
+            text = child.ask({"do": "lower", "config": plain_config(cfg)}, _TIMEOUT_S)
+            return jax.export.deserialize(bytearray(base64.b64decode(text))).call
+        except BaseException:
+            if child is not None:
+                child.kill()
+                child = None
+            raise
+        finally:
+            self._idle.put(child)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for child in self._children:
+            child.kill()
+
+
+def pool_for(inv: Invocation, configs: list[Any]) -> LoweringPool | None:
+    """A pool, where one pays: enough configs of such back ends, cores, and a kernel that can be imported."""
+    slow = [cfg for cfg in configs if getattr(cfg, "backend", None) in BACKENDS]
+    workers = min(len(slow), 8, (os.cpu_count() or 1) - 1)
+    if len(slow) < _FEWEST or workers < 2:
+        return None
+    try:
+        return LoweringPool(inv, workers)
+    except TuningError:
+        return None
