@@ -148,10 +148,12 @@ def _changed(result: AutotuningResult) -> list[str]:
 
 def _switched(result: AutotuningResult) -> dict[str, str]:
     """The ops that run on another back end than the heuristic's, and how that reads."""
-    pairs = [
-        (e.op_id_v, getattr(e.cfg, "backend", None), getattr(e.heuristic, "backend", None)) for e in result.entries
-    ]
-    return {op: f"{new} instead of {old}" for op, new, old in pairs if old is not None and new != old}
+    found = {}
+    for entry in result.entries:
+        new, old = (getattr(cfg, "backend", None) for cfg in (entry.cfg, entry.heuristic))
+        if old is not None and new != old:
+            found[entry.op_id_v] = f"{new} instead of {old}"
+    return found
 
 
 def _note(op: str, switch: str | None, full: Sequence[float], other: Sequence[float], is_slower: bool) -> str:

@@ -31,12 +31,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+# Shared by tests; none themselves.
 collect_ignore = [
-    "fakes.py",
-    "reference.py",
-    "ops.py",
-    "told.py",
-    "wild.py",
-    "triton_scale.py",
-    "triton_kernels.py",
-]  # shared by tests; none themselves
+    "fakes.py", "reference.py", "ops.py", "told.py", "triton_kernels.py", "triton_scale.py", "wild.py",
+]  # fmt: skip

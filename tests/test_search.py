@@ -141,7 +141,7 @@ def test_what_the_cost_model_puts_into_the_first_third_is_near_the_best():
     for rows in recorded():
         inv, times = invocation(rows[0]), {config(row): float(row["ms"]) for row in rows if row["status"] == "timed"}
         first = ordered(inv, inv.kernel.heuristic_cfg(inv), times)[: len(times) // 3]
-        assert min(times[cfg] for cfg in first) <= 1.1 * min(times.values())
+        assert min(times[cfg] for cfg in first) <= 1.02 * min(times.values())
         costs = np.array([inv.kernel.cost(inv, cfg) for cfg in times])
         ranks = [np.argsort(np.argsort(x)) for x in (costs, np.array(list(times.values())))]
-        assert np.corrcoef(*ranks)[0, 1] > 0.5
+        assert np.corrcoef(*ranks)[0, 1] > 0.85

@@ -60,22 +60,21 @@ def candidate_block_sizes(query: Any, key: Any, platform: str | None = None) -> 
     return list(dict.fromkeys((_clamped(q, query.shape[1]), _clamped(k, key.shape[1])) for q, k in pairs))
 
 
-# Seconds of a step of the loops, FLOP/s, bytes/s of memory, and bytes of cache: to order candidates, no more.
-_MACHINE = {"cpu": (5e-6, 1e11, 2e10, 8e6), "gpu": (8e-5, 4e14, 2.5e12, 4e7), "tpu": (1e-5, 1e14, 1e12, 1e8)}
+# Seconds on a GPU of each step of the loops, of each score, of each multiplication for it, and of each element of a
+# block of queries and of keys: fitted to docs/benchmarks/tuning_table.csv (8 % off at the root mean square).
+FORWARD_S = (18.5e-6, 3.8e-12, 5.3e-15, 5.6e-12, 2.3e-12)
+BACKWARD_S = (28.4e-6, 5.4e-12, 14.6e-15, 11.0e-12, 10.3e-12)
 
 
-def predicted_seconds(
-    query: Any, key: Any, blocks: tuple[int, int], causal: bool, passes: int, platform: str | None
-) -> float:
-    """Time of the XLA back end: its steps, and in each the products and the passes over a block of scores."""
-    step, flops, bandwidth, cache = _MACHINE[platform_kind(platform)]
-    (batch, q_len, heads, dim), (block_q, block_kv) = query.shape, blocks
-    num_q, num_kv = -(-q_len // block_q), -(-key.shape[1] // block_kv)
+def predicted_seconds(query: Any, key: Any, blocks: tuple[int, int], causal: bool, each: tuple[float, ...]) -> float:
+    """Time of the XLA back end on a GPU: its steps, and what each of them computes, reads and writes."""
+    (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = query.shape, key.shape
+    block_q, block_kv = min(blocks[0], q_len), min(blocks[1], kv_len)
+    num_q, num_kv = -(-q_len // block_q), -(-kv_len // block_kv)
     last = [min(num_kv, -(-(i + 1) * block_q // block_kv)) if causal else num_kv for i in range(num_q)]
     scores = batch * heads * block_q * block_kv
-    spilled = max(0.1, min(1.0, 4 * scores / cache))  # what does not fit the cache goes to memory and back
-    work = scores * (2 * dim * passes / flops + 4 * 3 * passes * spilled / bandwidth)
-    return sum(last) * (step + work)
+    counts = (1, scores, scores * dim, batch * heads * dim * block_q, batch * kv_heads * dim * block_kv)
+    return sum(last) * sum(count * seconds for count, seconds in zip(counts, each))
 
 
 def forward_config(blocks: tuple[int, int]) -> AttentionConfig:

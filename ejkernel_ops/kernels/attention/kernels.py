@@ -12,8 +12,11 @@ import numpy as np
 
 from ...core.invocation import Invocation
 from ...core.kernel import Kernel, random_array
+from ...utils.fingerprint import platform_kind
 from . import xla
 from .config import (
+    BACKWARD_S,
+    FORWARD_S,
     AttentionConfig,
     backward_config,
     block_sizes,
@@ -49,8 +52,8 @@ class AttentionBackward(Kernel):
         return [backward_config(pair) for pair in pairs]
 
     def cost(self, inv: Invocation, cfg: AttentionConfig) -> float | None:
-        """Predicted seconds of the XLA back end."""
-        return _cost(inv, cfg.bwd, passes=5)
+        """Predicted seconds of the XLA back end on a GPU."""
+        return _cost(inv, cfg.bwd, BACKWARD_S)
 
     def odd_calls(self, inv: Invocation) -> list[Invocation]:
         """One with odd lengths."""
@@ -132,8 +135,8 @@ class AttentionForward(Kernel):
         return [forward_config(pair) for pair in pairs]
 
     def cost(self, inv: Invocation, cfg: AttentionConfig) -> float | None:
-        """Predicted seconds of the XLA back end."""
-        return _cost(inv, cfg.fwd, passes=2)
+        """Predicted seconds of the XLA back end on a GPU."""
+        return _cost(inv, cfg.fwd, FORWARD_S)
 
     def odd_calls(self, inv: Invocation) -> list[Invocation]:
         """One with odd lengths."""
@@ -255,13 +258,12 @@ def _from_tiles(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x[:, :, :, : shape[2], : shape[3]].reshape(shape)
 
 
-def _cost(inv: Invocation, params: Any, passes: int) -> float | None:
-    """Predicted seconds; `passes`: products of a block of scores."""
-    if params is None or params.q_blocksize is None or params.kv_blocksize is None:
+def _cost(inv: Invocation, params: Any, each: tuple[float, ...]) -> float | None:
+    """Predicted seconds; `None` where there is no prediction."""
+    if platform_kind(inv.platform) != "gpu" or params is None or not (params.q_blocksize and params.kv_blocksize):
         return None
-    query, key = inv.arguments["query"], inv.arguments["key"]
-    blocks = min(params.q_blocksize, query.shape[1]), min(params.kv_blocksize, key.shape[1])
-    return predicted_seconds(query, key, blocks, bool(inv.kwargs["causal"]), passes, inv.platform)
+    blocks = params.q_blocksize, params.kv_blocksize
+    return predicted_seconds(inv.arguments["query"], inv.arguments["key"], blocks, bool(inv.kwargs["causal"]), each)
 
 
 # The axes of each operand: q and k are the lengths.
