@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from ejkernel_ops import AutotuningResult, ConfigSelectorChain, autotune_lowered, default_selector, policy_override
+from ejkernel_ops.config.selection import require_chain
 from ejkernel_ops.execution.failures import first_line
 from ejkernel_ops.execution.measure import BUSY, spread
 from ejkernel_ops.execution.progress import Progress
@@ -59,7 +60,7 @@ def tune(
         >>> len(result.entries)
         1
     """
-    selector = default_selector() if selector is None else selector
+    selector = require_chain(default_selector() if selector is None else selector)
     step = jitted(step, args, kwargs)
     with Progress(selector, shown=progress):
         result = autotune_lowered(selector, step.lower(*args, **kwargs), progress=progress)

@@ -252,6 +252,7 @@ def test_under_jit_nothing_is_timed_and_the_program_is_one_call():
 # A heuristic that was compared with nothing is not stored as tuned
 
 
+@pytest.mark.filterwarnings("ignore:.*keep their heuristic")
 def test_where_every_other_candidate_fails_the_heuristic_runs_and_nothing_is_stored(monkeypatch, tmp_path):
     default = FakeConfig("right", 0.0)
     monkeypatch.setattr(type(FAKE), "candidates", (FakeConfig("fails"), FakeConfig("zeros", 0.0)))

@@ -3,7 +3,10 @@
 import gc
 import json
 import logging
+import threading
+import time
 import warnings
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ from ejkernel_ops.execution.bench import Bench
 from ejkernel_ops.execution.failures import failed, lost_device
 from ejkernel_ops.execution.measure import NoDeviceTime
 from ejkernel_ops.execution.trial import STATUSES
+from ejkernel_ops.kernels import LINEAR
 
 X = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
 SHARED = "INTERNAL: Requested shared memory size 262144 exceeds the limit of 232448"
@@ -102,8 +106,8 @@ def test_where_the_heuristic_fails_too_the_error_lists_all(monkeypatch):
 
 def test_no_more_than_max_compiles_are_compiled(monkeypatch):
     compiled = []
-    compile_one = Bench._compile
-    monkeypatch.setattr(Bench, "_compile", lambda self, cfg, pool: compiled.append(cfg) or compile_one(self, cfg, pool))
+    begin = Bench._begin
+    monkeypatch.setattr(Bench, "_begin", lambda self, cfg, *rest: compiled.append(cfg) or begin(self, cfg, *rest))
     tuned = tune(max_compiles=8)
     assert sorted(compiled) == [0, 1, 2, 3, 4, 10, 11, 99]  # illegal ones cost no compile
     left = [trial for trial in tuned.trials if trial.status == "not_tried"]
@@ -202,6 +206,134 @@ def test_errors_that_end_a_device_are_known(text):
     assert lost_device(f"INTERNAL: Failed to launch: {text}")
     assert not lost_device(MEMORY)
     assert not lost_device(SHARED)
+
+
+class Late(ek.Kernel[int, jax.Array]):
+    """Config 1 fails in its sixth run, 2 is lost then, 99 is the heuristic."""
+
+    name = "late_test"
+    default = 99
+    runs: ClassVar[dict] = {}
+
+    def heuristic_cfg(self, inv):
+        return self.default
+
+    def candidate_cfgs(self, inv):
+        return 1, 3
+
+    def run(self, x, *, cfg):
+        def host(x):
+            self.runs[cfg] = self.runs.get(cfg, 0) + 1
+            if cfg in (1, 2) and self.runs[cfg] > 5:
+                raise ValueError("CUDA_ERROR_LAUNCH_FAILED" if cfg == 2 else "too late")
+            time.sleep(0.002 if cfg == 99 else 0.0)
+            return x
+
+        return jax.pure_callback(host, x, x) + 1.0
+
+
+LATE = Late()
+
+
+@pytest.fixture
+def late(monkeypatch):
+    monkeypatch.setattr(Late, "runs", {})
+    return ek.Invocation(LATE, (X,))
+
+
+def test_what_fails_when_it_is_timed_is_a_reason_and_the_rest_goes_on(late):
+    tuned = ek.Autotuner(num_iters=3).tune(late)
+    found = {trial.cfg: trial for trial in tuned.trials}
+    assert [found[cfg].status for cfg in (99, 1, 3)] == ["timed", "run_failed", "timed"]
+    assert found[1].reason.startswith("when it was timed: ")
+    assert found[1].ms is None
+    assert tuned.cfg == 3
+    assert "Infinity" not in json.dumps([trial.ms for trial in tuned.trials])
+
+
+def test_a_heuristic_that_fails_when_it_is_timed_is_an_error(late, monkeypatch):
+    monkeypatch.setattr(Late, "default", 1)
+    with pytest.raises(ek.TuningError, match=r"heuristic config of .* failed: when it was timed"):
+        ek.Autotuner(num_iters=3).tune(late)
+
+
+def test_a_device_that_is_lost_when_it_is_timed_ends_tuning(late):
+    with pytest.raises(ek.TuningError, match="lost the device"):
+        ek.Autotuner(num_iters=3).tune(late, [2])
+
+
+def test_a_device_that_is_lost_at_odd_lengths_ends_tuning(monkeypatch):
+    def run(self, x, *, cfg):
+        def host(x):
+            if cfg == 10 and len(x) == 3:
+                raise ValueError("CUDA_ERROR_ILLEGAL_ADDRESS")
+            return x
+
+        return jax.pure_callback(host, x, x) + 1.0
+
+    monkeypatch.setattr(Many, "run", run)
+    monkeypatch.setattr(Many, "rows", (True,))
+    bench = Bench(CALL)
+    assert [trial.status for trial in bench.check([10, 11])] == ["timed"] * 2
+    assert bench.verify(11) is None
+    with pytest.raises(ek.TuningError, match="lost the device"):
+        bench.verify(10)
+
+
+def test_candidates_are_compiled_under_the_settings_of_the_thread_that_tunes():
+    class Wide(ek.Kernel):
+        seen: ClassVar[list] = []
+
+        def run(self, x, *, cfg):
+            self.seen.append(jax.config.jax_default_matmul_precision)
+            return x * 2
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+        def candidate_cfgs(self, inv):
+            return 2, 3
+
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        inv = ek.Invocation(Wide("settings_test"), (jax.ShapeDtypeStruct((4, 3), jnp.float64),))
+        tuned = ek.Autotuner(num_iters=1).tune(inv)
+    assert [trial.status for trial in tuned.trials] == ["timed"] * 3
+    assert set(Wide.seen) == {"highest"}
+
+
+def test_operands_over_several_devices_can_be_tuned():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x, w = jax.device_put(jnp.ones((512, 4)), sharding), jax.device_put(jnp.ones((4, 2)), everywhere)
+    assert ek.autotune(LINEAR, x, w, num_iters=1).backend == "xla"
+
+
+def test_a_listener_that_raises_leaves_no_thread_or_process():
+    def on_event(event, **data):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ek.Autotuner(num_iters=1).tune(CALL, on_event=on_event)
+    gc.collect()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+
+
+def test_times_so_far_are_told():
+    told = []
+    ek.Autotuner(num_iters=1).tune(CALL, on_event=lambda event, **data: told.append((event, data)))
+    best = [data["best_ms"] for event, data in told if event == "sampled"]
+    assert len(best) >= 2
+    assert best == sorted(best, reverse=True)
+
+
+BAD = {"budget_s": 0.0}, {"budget_s": float("nan")}, {"trial_timeout_s": -1.0}, {"max_compiles": 0}
+
+
+@pytest.mark.parametrize("option", BAD)
+def test_options_that_make_no_sense_are_refused(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))} is .*; expected"):
+        ek.Autotuner(**option)
 
 
 # Clocks other than a CPU's

@@ -1,5 +1,6 @@
 """The numbers gate: what is wrong never wins however fast it is, and what is right is never refused."""
 
+import concurrent.futures
 import dataclasses
 import functools
 
@@ -11,11 +12,11 @@ import pytest
 import ejkernel_ops as ek
 from ejkernel_ops.execution import bench as benches
 from ejkernel_ops.execution.bench import Bench
-from ejkernel_ops.execution.check import Reference
+from ejkernel_ops.execution.check import Reference, program
 from ejkernel_ops.execution.search import race
 from ejkernel_ops.kernels import LINEAR
 
-from .wild import OPERANDS, WILD, WildConfig
+from .wild import WILD, WildConfig
 
 LENGTH, DIM, BLOCK = 12, 4, 4
 
@@ -105,10 +106,10 @@ def cached(monkeypatch):
     monkeypatch.setattr("ejkernel_ops.execution.check.program", cached)
     monkeypatch.setattr(Reference.__init__, "__defaults__", (cached,))
 
-    def compiled(self, cfg, _):
+    def begin(self, cfg, *rest):
         self._programs[cfg] = lambda operands, stale: cached(self.inv, cfg)(*operands)
 
-    monkeypatch.setattr(Bench, "_compile", compiled)
+    monkeypatch.setattr(Bench, "_begin", begin)
     monkeypatch.setattr(benches, "_too_large", lambda *args: None)
     monkeypatch.setattr(benches, "gradients", lambda inv, cfg: cached(inv, cfg))
 
@@ -160,27 +161,31 @@ def test_outputs_are_written_into_buffers_of_nan():
     before = [x.unsafe_buffer_pointer() for x in bench._stale]
     assert np.isnan(np.asarray(bench._stale[0])).all()
     cfg = LINEAR.heuristic_cfg(bench.inv)
-    assert bench._compile(cfg, None) is None
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        assert bench._begin(cfg, lambda: program(bench.inv, cfg), threads).result() is None
     outs = bench._programs[cfg](bench._sets[0], bench._stale)
     assert [x.unsafe_buffer_pointer() for x in outs] == before
     assert bench._stale[0].is_deleted()
 
 
 def test_poison_is_no_value_that_a_kernel_computes():
-    assert np.isnan(np.asarray(benches._poisoned((3,), jnp.bfloat16), np.float32)).all()
-    assert np.isnan(np.asarray(benches._poisoned((3,), jnp.complex64))).all()
-    assert benches._poisoned((3,), jnp.int8).tolist() == [127] * 3
-    assert benches._poisoned((3,), jnp.bool_).tolist() == [True] * 3
+    def poison(dtype):
+        return benches._poisoned(jax.ShapeDtypeStruct((3,), dtype))
+
+    assert np.isnan(np.asarray(poison(jnp.bfloat16), np.float32)).all()
+    assert np.isnan(np.asarray(poison(jnp.complex64))).all()
+    assert poison(jnp.int8).tolist() == [127] * 3
+    assert poison(jnp.bool_).tolist() == [True] * 3
 
 
-def test_a_candidate_that_writes_to_its_operands_is_refused_and_they_are_put_back():
+def test_a_candidate_that_writes_to_its_operands_is_refused_and_they_are_put_back(monkeypatch):
     inv = ek.Invocation(WILD, (jnp.ones((5, 3)),))
     bench = Bench(inv)
+    monkeypatch.setattr("tests.wild.OPERANDS", bench._sets[0])
     kept = np.asarray(bench._sets[-1][0])
     trials = list(bench.check([WildConfig("writes"), WildConfig()]))
     assert [(t.status, t.reason) for t in trials] == [("wrong", "operand 0 was changed"), ("timed", "")]
     assert (np.asarray(bench._sets[0][0]) == kept).all()
-    assert OPERANDS[0].unsafe_buffer_pointer() != bench._sets[0][0].unsafe_buffer_pointer()
 
 
 def test_another_type_or_count_of_outputs_is_wrong():
@@ -213,3 +218,37 @@ def test_odd_calls_have_one_row_less_and_the_same_statics():
             assert {x.shape[1] for x in odd.operands} == {129}
             assert odd.kwargs == inv.kwargs
             assert Bench(inv).verify(inv.kernel.heuristic_cfg(inv)) is None
+
+
+def test_where_the_plain_computation_overflows_the_rest_is_checked_all_the_same():
+    class Overflows(ek.Kernel):
+        def run(self, x, *, cfg):
+            return (x * 2).astype(x.dtype)
+
+        def heuristic_cfg(self, inv):
+            return 1
+
+    x = jnp.array([1.0, 2.0, 3.0, 60000.0], jnp.float16)
+    reference = Reference(ek.Invocation(Overflows("overflow_test"), (x,)), [x])
+    assert np.isinf(reference.plain).tolist() == [[False, False, False, True]]
+
+    def fault(*values):
+        return reference.fault([jnp.array(values, jnp.float32 if max(values) > 65504 else jnp.float16)])
+
+    assert fault(2.0, 4.0, 6.0, np.inf) is None
+    assert fault(2.0, 4.0, 6.0, 120000.0) is None
+    assert "1 values are off where the plain computation overflows" in fault(2.0, 4.0, 6.0, 5.0)
+    assert "error 0." in fault(2.0, 4.5, 6.0, np.inf)
+    assert fault(np.nan, np.nan, np.nan, np.nan) is not None
+
+
+def test_a_wrong_candidate_that_also_writes_to_its_operands_harms_no_other_and_no_array_of_the_caller(monkeypatch):
+    x = jnp.ones((5, 3))
+    bench = Bench(ek.Invocation(WILD, (x,)), [x])
+    monkeypatch.setattr("tests.wild.OPERANDS", bench._sets[0])
+    kinds = [WildConfig("writes wrong"), WildConfig(), WildConfig("writes late"), WildConfig(ms=0.1)]
+    trials = list(bench.check(kinds))
+    assert [t.status for t in trials] == ["wrong", "timed", "run_failed", "timed"]
+    assert "largest error" in trials[0].reason
+    assert "operand 0 was changed" in trials[0].reason
+    assert (np.asarray(x) == 1).all()

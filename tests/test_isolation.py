@@ -14,6 +14,7 @@ from ejkernel_ops.execution import lowering
 from ejkernel_ops.execution.bench import Bench
 from ejkernel_ops.execution.isolation import IsolatedBench
 from ejkernel_ops.kernels import LINEAR
+from ejkernel_ops.registry import find_call
 
 from .wild import WHEN_TRACED, WILD, WildConfig
 
@@ -86,8 +87,8 @@ def test_numbers_are_checked_in_the_child_on_given_operands_too():
 
 def test_backward_calls_are_tuned_in_a_child_as_well():
     jax.jit(jax.grad(lambda w: ek.linear(X, w, activation="silu").sum())).lower(jnp.ones((3, 2)))
-    [key] = ek.get_invocations()["linear_bwd@v1"]
-    inv = ek.registry.find_call(ek.Key(ek.device_fingerprint(), "linear_bwd@v1", key))
+    keys = [ek.Key(ek.device_fingerprint(), "linear_bwd@v1", key) for key in ek.get_invocations()["linear_bwd@v1"]]
+    inv = next(inv for inv in map(find_call, keys) if inv.operands[0].shape == (5, 3))
     assert tune(None, inv).ms > 0
 
 
@@ -127,8 +128,36 @@ def test_lowering_in_processes_gives_the_same_programs_and_reasons(monkeypatch):
     assert [trial.status for trial in bench.check(configs)] == ["timed"] * len(configs) == ["timed"] * 2
     assert bench.verify(configs[1]) is None
     assert children() == []
-    bad = [*configs, ek.LinearConfig(backend="xla")]  # without a tile
-    [*_, failed] = Bench(inv).check(bad)
+    monkeypatch.setattr(type(LINEAR), "illegal", lambda self, inv, cfg: None)
+    [*_, failed] = Bench(inv).check([*configs, ek.LinearConfig(backend="xla")])  # without a tile
     assert failed.status == "compile_failed"
     assert "AttributeError" in failed.reason
     assert set(WHEN_TRACED) == {"abort", "exit", "kill", "hang"}
+
+
+def test_a_pool_that_cannot_make_the_call_costs_no_config(monkeypatch):
+    monkeypatch.setattr(lowering, "BACKENDS", ("xla",))
+    monkeypatch.setattr("ejkernel_ops.execution.bench.BACKENDS", ("xla",))
+    monkeypatch.setattr(lowering, "_FEWEST", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    monkeypatch.setattr(type(LINEAR), "state", lambda self: "another kernel than a new process makes")
+    inv = ek.Invocation(LINEAR, (jnp.ones((600, 3)), jnp.ones((3, 2))))
+    assert [trial.status for trial in Bench(inv).check(list(LINEAR.candidate_cfgs(inv)))] == ["timed"] * 2
+    with pytest.raises(ek.TuningError, match="has another key here"):
+        tune(None, inv)
+
+
+def test_typed_keys_cannot_be_handed_over():
+    inv = ek.Invocation(WILD, (jax.random.key(0),))
+    with pytest.raises(ek.TuningError, match=r"operands of type key<fry>; leave inputs or isolate out"):
+        IsolatedBench(inv, [jax.random.key(0)])
+
+
+def test_an_interrupt_leaves_no_child(monkeypatch):
+    def interrupted(self, *args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ejkernel_ops.execution.isolation.Child.ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        IsolatedBench(CALL)
+    assert children() == []

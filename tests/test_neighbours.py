@@ -189,3 +189,50 @@ def test_a_tuner_that_takes_no_hints_is_asked_without(chain):
 
     plain = ek.ConfigSelectorChain(tuner=Plain())
     assert ek.autotune_lowered(plain, lowered(8)).entries[0].cfg == Tile(2)
+
+
+def test_a_kernel_without_a_rule_of_its_own_has_no_neighbours():
+    class Strict(ek.Kernel[Tile, jax.Array]):
+        def run(self, x, *, cfg):
+            return x.reshape(cfg.size, -1).sum(0)
+
+        def heuristic_cfg(self, inv):
+            return Tile()
+
+    strict = Strict("strict_test")
+    chain = ek.ConfigSelectorChain(tuner=Picks(lambda rows: Tile(8)))
+    ek.set_default_selector(chain)
+    ek.autotune_lowered(chain, jax.jit(lambda x: strict(x)).lower(jnp.ones((16, 4))))
+    assert strict(jnp.ones((9, 3))).shape == (27,)
+    chain.tuner.hints.clear()
+    ek.autotune_lowered(chain, jax.jit(lambda x: strict(x)).lower(jnp.ones((32, 4))))
+    assert chain.tuner.hints == [[Tile(8)]]  # hints are checked, so they may come from there
+
+
+def test_equal_results_have_equal_neighbours_in_whatever_order_they_were_merged():
+    a = ek.autotune_lowered(ek.ConfigSelectorChain(tuner=Picks()), lowered(8))
+    b = ek.autotune_lowered(ek.ConfigSelectorChain(tuner=Picks()), lowered(32))
+    assert (a | b).digest == (b | a).digest
+    found = []
+    for result in (a | b, b | a):
+        ek.set_default_selector(ek.ConfigSelectorChain())
+        with result:
+            found.append(int(jax.jit(lambda x: TILED(x))(jnp.zeros((16, 4)))[0]))
+    assert found == [4, 4]  # of two that are equally near the smaller
+
+
+def test_what_was_tuned_in_another_process_can_be_forgotten_and_what_others_wrote_stays(tmp_path):
+    def chain():
+        return ek.ConfigSelectorChain(tuner=Picks(), persistent=ek.PersistentCache(tmp_path))
+
+    first, second = chain(), chain()
+    second._near(ek.Invocation(TILED, (jnp.ones((8, 4)),)), ek.core.snapshot.current())  # has looked
+    result = ek.autotune_lowered(first, lowered(8))
+    ek.autotune_lowered(second, lowered(64))
+    ek.set_default_selector(chain())
+    assert [used(16), used(128)] == [4, 32]
+    [key] = result.as_overlay()
+    third = chain()
+    third.forget(key)
+    ek.set_default_selector(chain())
+    assert used(12) == 1  # 32 does not divide it

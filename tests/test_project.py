@@ -115,3 +115,9 @@ def test_docs_code_runs(tmp_path):
         code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL))
         done = python("-c", code, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+
+
+def test_no_kernel_tunes_itself_when_it_is_launched():
+    files = [*(ROOT / "ejkernel_ops").rglob("*.py"), *(ROOT / "ejlayers").rglob("*.py")]
+    assert files
+    assert [path for path in files if "triton.autotune" in path.read_text()] == []

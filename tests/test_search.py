@@ -14,6 +14,7 @@ import pytest
 
 import ejkernel_ops as ek
 from ejkernel_ops.execution.search import ordered, race
+from ejkernel_ops.kernels import LINEAR
 from ejkernel_ops.kernels.attention.kernels import ATTENTION, ATTENTION_BWD
 
 from .fakes import FAKE, FakeConfig
@@ -75,6 +76,37 @@ def test_who_may_not_win_leaves_the_race_to_the_next_however_many_they_are():
     assert found.winner == "good"
     assert len(found.rejected) == 12
     assert race("default", list(times), Clock(times), lambda cfg: "no").winner == "default"
+
+
+def test_what_failed_while_it_was_timed_never_wins():
+    times = {"default": 10.0, "dead": math.inf, "good": 5.0}
+    assert race("default", list(times), Clock(times)).winner == "good"
+
+
+def test_of_few_samples_only_a_large_gain_is_believed():
+    wins = 0
+    for seed in range(300):
+        times = dict.fromkeys(range(8), 1.0)
+        wins += race(7, list(times), Clock(times, seed, noise=0.05, spikes=0), rounds=1).winner != 7
+    assert wins < 60  # of equal ones; with 2 % it is most of them
+    assert race(1, [0, 1], Clock({0: 0.5, 1: 1.0}, noise=0.02, spikes=0), rounds=1).winner == 0
+
+
+def test_back_ends_take_turns_for_their_predictions_need_not_compare(monkeypatch):
+    configs = [
+        *(ek.LinearConfig(backend="xla", fwd=ek.FwdParams(blocksize_m=n)) for n in (1, 2, 4)),
+        *(ek.LinearConfig(backend="triton", fwd=ek.FwdParams(blocksize_m=n)) for n in (1, 2)),
+    ]
+    monkeypatch.setattr(type(LINEAR), "why_not", lambda self, inv, backend: None)
+    monkeypatch.setattr(
+        type(LINEAR), "cost", lambda self, inv, cfg: -cfg.fwd.blocksize_m if cfg.backend == "xla" else math.nan
+    )
+    inv = ek.Invocation(LINEAR, (jnp.ones((4, 3)), jnp.ones((3, 2))))
+    found = ordered(inv, configs[0], configs)
+    assert [(cfg.backend, cfg.fwd.blocksize_m) for cfg in found] == [
+        ("xla", 1), ("xla", 4), ("triton", 1), ("xla", 2), ("triton", 2)
+    ]  # fmt: skip
+    assert ordered(inv, configs[0], [ek.AttentionConfig(backend="xla")])[0] == configs[0]  # another type: no error
 
 
 def test_configs_are_ordered_by_hints_and_then_by_predicted_cost(monkeypatch):

@@ -15,6 +15,8 @@ from ejkernel_ops.execution.progress import Progress
 from . import fakes
 from .fakes import FAKE, FakeConfig
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*keep their heuristic")
+
 X = jnp.linspace(-2.0, 2.0, 21).reshape(7, 3)
 SHAPES = "bfloat16[8,128] bfloat16[128,64]"
 
@@ -168,14 +170,15 @@ def test_progress_tells_gain_time_left_best_time_and_a_busy_machine(monkeypatch)
         chain.emit("tuning_start", total=4)
         for index in range(2):
             chain.emit("op_start", op_id_v="linear@v1", shapes=SHAPES, index=index, total=4)
-            chain.emit("trial", op_id_v="linear@v1", trial=trial(ms=1.25), done=1, total=3)
-            chain.emit("trial", op_id_v="linear@v1", trial=trial("illegal"), done=2, total=3)
+            chain.emit("trial", op_id_v="linear@v1", trial=trial(), done=1, total=2)
+            chain.emit("trial", op_id_v="linear@v1", trial=trial("illegal"), done=2, total=2)
+            chain.emit("sampled", op_id_v="linear@v1", count=1, best_ms=1.25)
             chain.emit("op_done", op_id_v="linear@v1", entry=entry(), index=index, total=4)
         chain.emit("op_skipped", op_id_v="linear@v1", reason="", index=2, total=4)
         chain.emit("choice", op_id_v="linear@v1")  # nothing to do with tuning
         chain.emit("busy", spread=0.4)
     text = shown(file)
-    for part in ("candidate 2 of 3, best 1.250 ms", " left, best gain 1.50x (linear@v1)", "3 of 4 ops"):
+    for part in ("2 candidates checked, best 1.250 ms", " left, best gain 1.50x (linear@v1)", "3 of 4 ops"):
         assert part in text
     assert "the machine is busy: times spread by 40%" in text
     assert "failed" not in text  # an illegal config was never run

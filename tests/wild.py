@@ -47,7 +47,7 @@ WHEN_TRACED = {"abort": _abort, "exit": _exit, "kill": _kill, "hang": _hang}
 WHEN_RUN = {"run_kill": _kill, "run_hang": _hang, "run_lost": _raise}
 
 
-OPERANDS = []  # those of the last bench
+OPERANDS = []  # where a candidate that writes finds them
 
 
 class Wild(Kernel[WildConfig, jax.Array]):
@@ -58,10 +58,6 @@ class Wild(Kernel[WildConfig, jax.Array]):
     def heuristic_cfg(self, inv):
         return WildConfig(ms=4.0)
 
-    def make_inputs(self, inv, rng):
-        OPERANDS[:] = super().make_inputs(inv, rng)
-        return OPERANDS
-
     def run(self, x, *, cfg):
         if cfg.kind in WHEN_TRACED:
             WHEN_TRACED[cfg.kind]()
@@ -70,9 +66,11 @@ class Wild(Kernel[WildConfig, jax.Array]):
             if cfg.kind in WHEN_RUN:
                 WHEN_RUN[cfg.kind]()
             time.sleep(cfg.ms / 1e3)
-            y = np.asarray(x) * 2
-            if cfg.kind == "writes":  # into its operand, as a kernel with a wrong pointer does
+            y = np.asarray(x) * (3 if cfg.kind == "writes wrong" else 2)
+            if cfg.kind.startswith("writes"):  # into its operand, as a kernel with a wrong pointer does
                 ctypes.memset(OPERANDS[0].unsafe_buffer_pointer(), 0, 4)
+            if cfg.kind == "writes late":
+                raise RuntimeError("after it has written")
             return y
 
         return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + jnp.zeros_like(x)

@@ -68,16 +68,16 @@ class Neighbour:
 
 
 def nearest(place: Place, known: Iterable[Neighbour]) -> list[Neighbour]:
-    """The neighbours that are near enough, the nearest first; of equally near ones the first."""
-    near = [(place.distance(neighbour.place), neighbour) for neighbour in known]
-    return [neighbour for distance, neighbour in sorted(near, key=lambda found: found[0]) if distance <= _FAR]
+    """The neighbours that are near enough, the nearest first; of equally near ones the smaller."""
+    near = [(place.distance(neighbour.place), neighbour.place.lengths, neighbour) for neighbour in known]
+    return [neighbour for distance, _, neighbour in sorted(near, key=lambda found: found[:2]) if distance <= _FAR]
 
 
 class Neighbours:
     """The tuned calls that a selector knows of, by kind, in memory and on its disk.
 
-    On disk each kind is one entry, replaced as a whole: of two processes that write at once one may win, which costs
-    a hint and no config.
+    On disk each kind is one entry, read again before it is replaced: of two processes that write at the same moment one
+    may win, which costs a hint and no config.
 
     Args:
         persistent: where they are kept between processes; `None`: nowhere.
@@ -91,7 +91,7 @@ class Neighbours:
     def add(self, device: str, inv: Any, place: Place, cfg: Any) -> None:
         """Adds a tuned call; `cfg` is `None` where its heuristic won."""
         with self._lock:
-            known = [n for n in self._of(device, place.kind, inv) if n.place != place]
+            known = [n for n in self._merged(device, place.kind, inv) if n.place != place]
             known = [Neighbour(place, cfg), *known][:_KEPT]
             self._known[device, place.kind] = known
         self._write(device, place.kind, known)
@@ -100,15 +100,14 @@ class Neighbours:
         """Forgets a tuned call."""
         place = place_of(inv)
         with self._lock:
-            before = self._of(device, place.kind, inv)
+            before = self._merged(device, place.kind, inv)
             known = [n for n in before if n.place != place]
             self._known[device, place.kind] = known
         if len(known) != len(before):
             self._write(device, place.kind, known)
 
-    def of(self, device: str, inv: Any) -> list[Neighbour]:
+    def of(self, device: str, inv: Any, place: Place) -> list[Neighbour]:
         """The tuned calls near one, the nearest first, itself left out."""
-        place = place_of(inv)
         with self._lock:
             known = self._of(device, place.kind, inv)
         return nearest(place, [n for n in known if n.place != place])
@@ -117,6 +116,12 @@ class Neighbours:
         if (device, kind) not in self._known:
             self._known[device, kind] = self._read(device, kind, inv.kernel.config_cls)
         return self._known[device, kind]
+
+    def _merged(self, device: str, kind: str, inv: Any) -> list[Neighbour]:
+        """What this process knows, and what others have written since it looked."""
+        known = self._of(device, kind, inv)
+        places = {n.place for n in known}
+        return known + [n for n in self._read(device, kind, inv.kernel.config_cls) if n.place not in places]
 
     def _read(self, device: str, kind: str, config_cls: Any) -> list[Neighbour]:
         if self._persistent is None or config_cls is None:
@@ -151,18 +156,18 @@ _placed: dict[Key, tuple[Place, Any]] = {}
 
 def remember_places(placed: Mapping[Key, tuple[Place, Any]]) -> None:
     """Keeps where the calls of a result lie, and their heuristic configs, so that overlays have neighbours."""
-    if not placed.keys() <= _placed.keys():
+    if any(_placed.get(key) != found for key, found in placed.items()):
         _placed.update(placed)
         count_write()
 
 
-def neighbours_in(overlay: Mapping[Key, Any], device: str, inv: Any) -> list[Neighbour]:
+def neighbours_in(overlay: Mapping[Key, Any], device: str, op_id_v: str, place: Place) -> list[Neighbour]:
     """The calls of an overlay near one, the nearest first."""
-    known = [key for key in overlay if key in _placed and key.device == device and key.op_id_v == inv.op_id_v]
+    known = [key for key in overlay if key in _placed and key.device == device and key.op_id_v == op_id_v]
     if not known:
         return []
     found = []
     for key in known:
-        place, heuristic = _placed[key]
-        found.append(Neighbour(place, None if overlay[key] == heuristic else overlay[key]))
-    return nearest(place_of(inv), found)
+        there, heuristic = _placed[key]
+        found.append(Neighbour(there, None if overlay[key] == heuristic else overlay[key]))
+    return nearest(place, found)

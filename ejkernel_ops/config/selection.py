@@ -96,7 +96,6 @@ class ConfigSelectorChain:
         self.stats: Counter[str] = Counter()
         self._answers: OrderedDict[tuple, Choice] = OrderedDict()
         self._neighbours = Neighbours(persistent if persist_autotune else None)
-        self._tuned: dict[Key, Any] = {}  # the calls behind the keys
         self._lock = threading.Lock()
 
     @property
@@ -196,20 +195,19 @@ class ConfigSelectorChain:
 
     def _from_neighbour(self, inv: Any, snapshot: Snapshot) -> Any:
         """The config of the nearest tuned shape for which it is legal; `None` where its heuristic won there."""
+        if not inv.kernel.has_rule:  # nobody could say that it is legal
+            return None
         return next((cfg for cfg in self._near(inv, snapshot) if cfg is None or why_illegal(inv, cfg) is None), None)
 
     def _near(self, inv: Any, snapshot: Snapshot) -> list[Any]:
         """Configs of neighbouring shapes, the nearest first: of the overlays, then of memory and disk."""
         try:
-            found = neighbours_in(snapshot.overlay, inv.device_fingerprint, inv)
-            if jax.process_count() == 1:  # memories and disks of several hosts differ
-                found += self._neighbours.of(inv.device_fingerprint, inv)
-        except (
-            ConfigError,
-            TypeError,
-            jax.errors.InconclusiveDimensionOperation,
-        ):  # no key, or symbols for lengths
+            place = place_of(inv)
+        except (ConfigError, jax.errors.InconclusiveDimensionOperation):  # no key, or symbols for lengths
             return []
+        found = neighbours_in(snapshot.overlay, inv.device_fingerprint, inv.op_id_v, place)
+        if jax.process_count() == 1:  # memories and disks of several hosts differ
+            found += self._neighbours.of(inv.device_fingerprint, inv, place)
         return [neighbour.cfg for neighbour in found]
 
     def store(self, key: Key, cfg: Any, inv: Any = None, heuristic: Any = None) -> None:
@@ -222,7 +220,6 @@ class ConfigSelectorChain:
             heuristic: its config without tuning, which neighbours have of their own.
         """
         if inv is not None:
-            self._tuned[key] = inv
             self._neighbours.add(key.device, inv, place_of(inv), None if cfg == heuristic else cfg)
         self.cache.put(*key, cfg)
         if self.persistent is not None and self.persist_autotune:
@@ -233,7 +230,9 @@ class ConfigSelectorChain:
 
     def forget(self, key: Key) -> None:
         """Takes a config back out of memory and disk."""
-        if (inv := self._tuned.pop(key, None)) is not None:
+        from ..registry import find_call  # which imports this module
+
+        if (inv := find_call(key)) is not None:
             self._neighbours.discard(key.device, inv)
         self.cache.discard(key)
         if self.persistent is not None and self.persist_autotune:

@@ -66,6 +66,11 @@ class MethodBackward(Kernel):
         """That of the forward."""
         return self.forward.illegal(self._forward_call(inv), cfg)
 
+    @property
+    def has_rule(self) -> bool:
+        """That of the forward."""
+        return self.forward.has_rule
+
     def cost(self, inv: Any, cfg: Any) -> float | None:
         """That of the forward."""
         return self.forward.cost(self._forward_call(inv), cfg)

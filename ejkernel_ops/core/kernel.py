@@ -198,6 +198,11 @@ class Kernel(Generic[Cfg, Out]):
         """The back ends that have a `run_<backend>`."""
         return tuple(b for b in BACKENDS if hasattr(self, f"run_{b}"))
 
+    @property
+    def has_rule(self) -> bool:
+        """Whether `illegal` can say that a config of another shape may be used: only then is one taken."""
+        return type(self).illegal is not Kernel.illegal
+
     @functools.cached_property
     def signature(self) -> inspect.Signature:
         """The parameters of a call, `cfg` (and a backward's `needs`) left out."""

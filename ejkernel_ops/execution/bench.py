@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import math
 import os
 import statistics
@@ -14,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..config.selection import heuristic, why_illegal
+from ..config.selection import why_illegal
 from ..core.invocation import Invocation
 from ..errors import DeviceLostError, TuningError
 from ..utils.fingerprint import platform_kind
 from .check import Reference, gradients, program
-from .failures import failed, first_line, lost_device
+from .failures import alive_samples, failed, first_line, lost_device
 from .isolation import ChildFailed
 from .lowering import BACKENDS, LoweringPool, pool_for
 from .measure import NoDeviceTime, device_times, interleaved
@@ -47,25 +46,24 @@ class Bench:
     """
 
     def __init__(self, inv: Invocation, inputs: Sequence[Any] | None = None):
-        self.inv = inv
+        self.inv, self.notes, self.lost = inv, [], []
+        self._programs: dict[Any, Any] = {}
+        self._runs: dict[Any, Callable[[], Any]] = {}
+        self._folded: dict[Any, Callable[[], Any]] = {}
+        self._references: dict[Any, tuple[Reference | None, list[Any]]] = {}
+        self._odd: list[Invocation] | None = None
+        self._on_device = platform_kind(inv.platform) == "gpu"  # whether the device is asked for times
+        self._turn, reason = 0, None
         try:
             made = inv.kernel.make_inputs(inv, np.random.default_rng(SEED)) if inputs is None else inputs
-            self._sets = [[jnp.asarray(x) for x in made]]
-            self._reference = Reference(inv, self._sets[0])
-            reason = None
+            kept = [jnp.asarray(x) for x in made]
+            self._reference = Reference(inv, kept)
+            self._sets = [*(list(map(jnp.copy, kept)) for _ in range(_num_copies(kept, inv.platform))), kept]
+            self._stale = self._poison()
         except Exception as error:  # code of the kernel's author may fail in any way
             reason = first_line(error)
         if reason is not None:  # outside, for an error that holds another one holds its arrays
             raise TuningError(f"the heuristic config of {inv!r} does not run, so nothing can be compared: {reason}")
-        self._sets += [_copied(self._sets[0]) for _ in range(_num_copies(self._sets[0], inv.platform))]
-        self._turn = 0
-        self._stale = self._poison()
-        self._programs: dict[Any, Any] = {}
-        self._runs: dict[Any, Callable[[], Any]] = {}
-        self._folded: dict[Any, Callable[[], Any]] = {}
-        self.notes: list[str] = []
-        self.lost: list[Trial] = []  # what could be checked, but no longer be timed
-        self._on_device = platform_kind(inv.platform) == "gpu"  # whether the device is asked for times
 
     def check(self, configs: Sequence[Any], warmup: int = 1) -> Iterator[Trial]:
         """Compiles configs, several at a time, and runs each alone.
@@ -81,35 +79,49 @@ class Bench:
             DeviceLostError: a candidate broke the device.
         """
         threads = concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1))
-        processes = pool_for(self.inv, list(configs))
+        pool = pool_for(self.inv, list(configs))
         try:
-            compiled = threads.map(lambda cfg: self._compile(cfg, processes), configs)
-            for cfg, trial in zip(configs, compiled):
+            runs = [self._run_of(cfg, threads, pool) for cfg in configs]
+            begun = [self._begin(cfg, run, threads) for cfg, run in zip(configs, runs)]
+            for cfg, trial in zip(configs, begun):
+                trial = trial.result() if isinstance(trial, concurrent.futures.Future) else trial
                 yield trial if trial is not None else self._checked(cfg, warmup)
         finally:  # whoever has seen enough does not wait for the rest
+            if pool is not None:
+                pool.close()
             threads.shutdown(cancel_futures=True)
-            if processes is not None:
-                processes.close()
 
-    def _compile(self, cfg: Any, processes: LoweringPool | None) -> Trial | None:
-        """Compiles a config; what goes wrong is a reason, not an error."""
+    def _run_of(self, cfg: Any, threads: Any, pool: LoweringPool | None) -> Callable[[], Any]:
+        """What gives the call with a config as a function: lowered in another process, if that has begun."""
+        if pool is not None and getattr(cfg, "backend", None) in BACKENDS:
+            return threads.submit(pool.lower, cfg, program(self.inv, cfg)).result
+        return lambda: program(self.inv, cfg)
+
+    def _begin(self, cfg: Any, run_of: Callable[[], Any], threads: Any) -> Any:
+        """Lowers a config here, for JAX's settings are those of a thread, and has it compiled in another thread.
+
+        Returns:
+            A trial where that cannot be, else a future of one, or of `None`.
+        """
         if (reason := why_illegal(self.inv, cfg)) is not None:
             return Trial(cfg, "illegal", reason=reason)
         try:
-            if processes is not None and getattr(cfg, "backend", None) in BACKENDS:
-                run = processes.lower(cfg)
-            else:
-                run = program(self.inv, cfg)
-            types = self._reference.types
+            run, types = run_of(), self._reference.types
             into = jax.jit(lambda operands, stale: run(*operands), donate_argnums=1, keep_unused=True)
             traced = into.trace(self._sets[0], types)
             found = [(x.shape, x.dtype) for x in traced.out_info]
             if found != (expected := [(x.shape, x.dtype) for x in types]):
                 return Trial(cfg, "wrong", reason=f"outputs are {found}, expected {expected}")
-            self._programs[cfg] = traced.lower().compile()
+            return threads.submit(self._compile, cfg, traced.lower())
         except ChildFailed as error:
             return failed(cfg, "compile_failed" if error.status == "run_failed" else error.status, error)
         except Exception as error:  # a candidate may fail in any way, and must not take the others along
+            return failed(cfg, "compile_failed", error)
+
+    def _compile(self, cfg: Any, lowered: Any) -> Trial | None:
+        try:
+            self._programs[cfg] = lowered.compile()
+        except Exception as error:
             return failed(cfg, "compile_failed", error)
         return None
 
@@ -118,53 +130,80 @@ class Bench:
         compiled = self._programs.pop(cfg)
         if (reason := _too_large(compiled, self._sets[0])) is not None:
             return Trial(cfg, "out_of_memory", reason=reason)
-        trial, self._stale = None, self._poison()
+        trial, text = Trial(cfg, "timed"), ""
+        self._stale = None  # the last outputs go before new buffers come
         try:
-            outs = jax.block_until_ready(compiled(self._sets[0], self._stale))
+            self._stale = self._poison()
+            outs = self._stale = jax.block_until_ready(compiled(self._sets[0], self._stale))
             fault = self._reference.fault(outs)
-            if fault is None:
-                fault = self._changed_operands()
-            if fault is None:
-                self._stale = outs
-                run = self._runner(compiled)
+            if (changed := self._changed_operands()) is not None:
+                fault = f"{fault}; {changed}" if fault else changed
+            if fault is not None:
+                trial = Trial(cfg, "wrong", reason=fault)
+            else:
+                self._runs[cfg] = self._runner(compiled)
                 for _ in range(warmup):
-                    jax.block_until_ready(run())
+                    jax.block_until_ready(self._runs[cfg]())
         except Exception as error:
-            trial, fault, lost = failed(cfg, "run_failed", error), None, lost_device(str(error))
-        if trial is not None:
-            if lost:
-                raise DeviceLostError(f"{self.inv.op_id_v} with {cfg} lost the device: {trial.reason}")
-            self._stale = self._poison()
-            return trial
-        if fault is not None:
-            self._stale = self._poison()
-            return Trial(cfg, "wrong", reason=fault)
-        self._runs[cfg] = run
-        return Trial(cfg, "timed")
+            trial, text = failed(cfg, "run_failed", error), str(error) or "failed"
+        if text:
+            self._recover(cfg, text)
+        return trial
+
+    def _recover(self, cfg: Any, text: str) -> None:
+        """After a failed run: its buffers may be gone, and its operands changed.
+
+        Raises:
+            DeviceLostError: the error's text says that the device is gone.
+        """
+        self._runs.pop(cfg, None)
+        if lost_device(text):
+            last = text.strip().splitlines()[-1][:300]
+            raise DeviceLostError(f"{self.inv.op_id_v} with {cfg} lost the device: {last}")
+        self._changed_operands()
+        self._stale = self._poison()
 
     def _runner(self, compiled: Any) -> Callable[[], Any]:
         """A call without arguments: the next operands in, the last outputs overwritten."""
 
         def run() -> Any:
-            self._turn = (self._turn + 1) % max(1, len(self._sets) - 1)
+            self._turn = (self._turn + 1) % (len(self._sets) - 1)
             self._stale = compiled(self._sets[self._turn], self._stale)
             return self._stale
 
         return run
 
     def _poison(self) -> list[Any]:
-        return [_poisoned(x.shape, x.dtype) for x in self._reference.types]
+        return [_poisoned(x) for x in self._reference.types]
 
     def _changed_operands(self) -> str | None:
         """Which operand a candidate wrote to; it is put back."""
-        for index, (x, kept) in enumerate(zip(self._sets[0], self._sets[-1])):
-            if not _is_same(x, kept):
-                self._sets[0][index] = jnp.copy(kept)
-                return f"operand {index} was changed"
-        return None
+        changed = [i for i, (x, kept) in enumerate(zip(self._sets[0], self._sets[-1])) if not _is_same(x, kept)]
+        for index in changed:
+            self._sets[0][index] = jnp.copy(self._sets[-1][index])
+        return f"operand {changed[0]} was changed" if changed else None
 
     def sample(self, configs: Sequence[Any], rounds: int, deadline: float | None = None) -> list[list[float]]:
-        """Samples of checked configs in milliseconds, taken in turns; see `interleaved`."""
+        """Samples of checked configs in milliseconds, taken in turns; one that fails now has infinite times, and is in
+        `lost`.
+
+        Raises:
+            DeviceLostError: a candidate broke the device.
+        """
+        return alive_samples(self, self._sampled, configs, rounds, deadline)
+
+    def _sampled(self, configs: Sequence[Any], rounds: int, deadline: float | None) -> list[list[float]] | Trial:
+        """The samples, or how the first config fails."""
+        try:
+            return self._times(configs, rounds, deadline)
+        except Exception as error:
+            trial, text = failed(configs[0], "run_failed", error), str(error)
+        runs = dict(self._runs)
+        self._recover(configs[0], text)
+        self._runs = runs  # which of them it was is asked next
+        return trial
+
+    def _times(self, configs: Sequence[Any], rounds: int, deadline: float | None) -> list[list[float]]:
         runs = [self._runs[cfg] for cfg in configs]
         if self._on_device:
             try:
@@ -172,20 +211,18 @@ class Bench:
             except NoDeviceTime as error:
                 self._on_device = False  # for all, so that no two clocks are compared
                 self.notes.append(f"timed by the wall clock: {error}")
-                return self.sample(configs, rounds, deadline)
-        if platform_kind(self.inv.platform) == "cpu" or rounds < 5:
-            return interleaved(runs, rounds, deadline)
-        short = statistics.median(interleaved([runs[0]], 3)[0]) < _SHORT_MS
-        if not short:
-            return interleaved(runs, rounds, deadline)
         count = min(_FOLDS, len(self._sets) - 1)
-        times = interleaved([self._fold(cfg) for cfg in configs], rounds, deadline)
+        if platform_kind(self.inv.platform) == "cpu" or rounds < 5 or count < 2:
+            return interleaved(runs, rounds, deadline)
+        if statistics.median(interleaved(runs[:1], 3)[0]) > _SHORT_MS:
+            return interleaved(runs, rounds, deadline)
+        times = interleaved([self._fold(cfg, count) for cfg in configs], rounds, deadline)
         return [[ms / count for ms in each] for each in times]
 
-    def _fold(self, cfg: Any) -> Callable[[], Any]:
+    def _fold(self, cfg: Any, count: int) -> Callable[[], Any]:
         """The call many times over as one program, with other operands each time, so that XLA cannot share any."""
         if cfg not in self._folded:
-            run, sets = program(self.inv, cfg), self._sets[:-1][:_FOLDS]
+            run, sets = program(self.inv, cfg), self._sets[:count]
             many = jax.jit(lambda sets: [run(*operands) for operands in sets]).lower(sets).compile()
             jax.block_until_ready(many(sets))
             self._folded[cfg] = lambda: many(sets)
@@ -194,9 +231,12 @@ class Bench:
     def verify(self, cfg: Any) -> str | None:
         """Why a config may not win, from what only winners are asked: odd lengths, and the gradient of its code.
 
-        What the heuristic config cannot do is not asked, nor is an odd call for which the config is not meant.
+        What the heuristic config cannot do is not asked, nor is an odd call for which the config does not compile.
+
+        Raises:
+            DeviceLostError: the config broke the device.
         """
-        for inv in self._odd:
+        for inv in self._odd_calls():
             if why_illegal(inv, cfg) is None and (fault := self._fault(inv, cfg, program)) is not None:
                 return f"{inv!r}: {fault}"
         if self.inv.kernel.backward is None and self.inv.needs is None:
@@ -204,10 +244,12 @@ class Bench:
                 return f"gradient: {fault}"
         return None
 
-    @functools.cached_property
-    def _odd(self) -> list[Invocation]:
+    def _odd_calls(self) -> list[Invocation]:
+        if self._odd is not None:
+            return self._odd
         try:
-            return list(self.inv.kernel.odd_calls(self.inv))
+            self._odd = list(self.inv.kernel.odd_calls(self.inv))
+            return self._odd
         except Exception as error:
             reason = first_line(error)
         raise TuningError(f"odd_calls of {self.inv!r} does not run: {reason}")
@@ -217,26 +259,34 @@ class Bench:
         if reference is None:
             return None
         try:
-            return reference.fault(jax.block_until_ready(jax.jit(of(inv, cfg))(*inputs)))
+            compiled = jax.jit(of(inv, cfg)).lower(*inputs).compile()
         except Exception as error:
             return first_line(error) if of is gradients else None
+        try:
+            return reference.fault(jax.block_until_ready(compiled(*inputs)))
+        except Exception as error:
+            reason, text = first_line(error), str(error)
+        self._recover(cfg, text)
+        return reason
 
     def _reference_of(self, inv: Invocation, of: Callable[..., Any]) -> tuple[Reference | None, list[Any]]:
         """The reference of another computation and its operands; `None` where the heuristic cannot do it."""
-        known = self.__dict__.setdefault("_references", {})
+        known, reason = self._references, ""
         if (id(inv), of) not in known:
             try:
-                same = inv is self.inv
-                inputs = self._sets[0] if same else inv.kernel.make_inputs(inv, np.random.default_rng(SEED + 1))
-                heuristic(inv)
-                known[id(inv), of] = Reference(inv, inputs, of), inputs
-            except Exception:
-                known[id(inv), of] = None, []
+                made = inv.kernel.make_inputs(inv, np.random.default_rng(SEED + 1)) if of is program else self._sets[-1]
+                known[id(inv), of] = Reference(inv, made, of), made
+            except Exception as error:
+                known[id(inv), of], reason = (None, []), str(error)
+        if lost_device(reason):
+            raise DeviceLostError(f"the heuristic config of {inv!r} lost the device")
         return known[id(inv), of]
 
     def close(self) -> None:
         """Frees all arrays and programs."""
-        self.__dict__.clear()
+        self._sets, self._stale = [], None
+        for table in (self._programs, self._runs, self._folded, self._references):
+            table.clear()
 
 
 def _bytes(arrays: Sequence[Any]) -> int:
@@ -244,21 +294,19 @@ def _bytes(arrays: Sequence[Any]) -> int:
 
 
 def _num_copies(arrays: Sequence[Any], platform: str | None) -> int:
-    """One to compare with; on an accelerator as many as push each other out of its caches."""
+    """One to run with; on an accelerator as many as push each other out of its caches."""
     if platform_kind(platform) == "cpu":
         return 1
     return max(1, min(_MAX_COPIES, math.ceil(_COLD_BYTES / max(1, _bytes(arrays)))))
 
 
-def _copied(arrays: Sequence[Any]) -> list[Any]:
-    return [jnp.copy(x) for x in arrays]
-
-
-def _poisoned(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _poisoned(like: jax.ShapeDtypeStruct) -> jax.Array:
     """A buffer of values that no kernel computes: NaN, the largest integer, True."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.full(shape, jnp.nan, dtype)
-    return jnp.full(shape, True if jnp.issubdtype(dtype, jnp.bool_) else jnp.iinfo(dtype).max, dtype)
+    if jnp.issubdtype(like.dtype, jnp.inexact):
+        value = jnp.nan
+    else:
+        value = True if jnp.issubdtype(like.dtype, jnp.bool_) else jnp.iinfo(like.dtype).max
+    return jnp.full(like.shape, value, like.dtype, device=like.sharding)
 
 
 @jax.jit

@@ -89,8 +89,13 @@ class _Server(_Lowerer):
 def _make(op_id_v: str, module: str, name: str) -> None:
     """Imports a kernel; one that its module does not make is made from its class."""
     found = importlib.import_module(module)
-    if op_id_v not in KERNELS:
+    if op_id_v in KERNELS:
+        return
+    try:
         functools.reduce(getattr, name.split("."), found)(*op_id_v.split("@v"))  # type: ignore[operator]
+    except Exception as error:
+        advice = f"make the kernel when {module} is imported: {name}(...)"
+        raise ConfigError(f"{op_id_v} cannot be made in a new process ({first_line(error)}); {advice}") from None
 
 
 def _config(inv: Invocation, data: dict[str, Any]) -> Any:

@@ -1,10 +1,14 @@
-"""What a failure of a candidate was, from the error that it raised."""
+"""What a failure of a candidate was, and which of several failed."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
+from ..errors import TuningError
 from .trial import Trial
 
 _SHARED = re.compile(r"shared memory|out of resource: shared|uses too much shared data", re.IGNORECASE)
@@ -39,3 +43,26 @@ def failed(cfg: Any, status: str, error: BaseException) -> Trial:
 def lost_device(text: str) -> bool:
     """Whether an error's text says that the device cannot be used by this process any more."""
     return _LOST.search(text) is not None
+
+
+def alive_samples(bench: Any, sampled: Any, configs: Sequence[Any], rounds: int, deadline: float | None) -> Any:
+    """Samples of configs, of which some may fail: those get infinite times, and a trial in `bench.lost`.
+
+    `sampled(configs, rounds, deadline)` gives samples, or as a trial how the first config fails.
+
+    Raises:
+        TuningError: they fail together, but none does alone.
+    """
+    found = sampled(configs, rounds, deadline)
+    if not isinstance(found, Trial):
+        return found
+    if len(configs) == 1:
+        bench.lost.append(dataclasses.replace(found, reason=f"when it was timed: {found.reason}"))
+        return [[math.inf] * rounds]
+    dead = {cfg for cfg in configs if alive_samples(bench, sampled, [cfg], 1, deadline) == [[math.inf]]}
+    if not dead:
+        raise TuningError(f"{len(configs)} configs of {bench.inv!r} run alone, but not together: {found.reason}")
+    alive = [cfg for cfg in configs if cfg not in dead]
+    times = dict(zip(alive, alive_samples(bench, sampled, alive, rounds, deadline))) if alive else {}
+    count = len(next(iter(times.values()), [0.0]))
+    return [times.get(cfg, [math.inf] * count) for cfg in configs]

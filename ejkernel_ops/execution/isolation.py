@@ -26,6 +26,7 @@ from ..core.kernel import Kernel
 from ..environment import child_environment
 from ..errors import TuningError
 from ..registry import call_to_plain
+from .failures import alive_samples
 from .trial import Trial
 
 _SETUP_S = 600.0  # importing, and computing the reference: the call's work, not a candidate's
@@ -58,16 +59,21 @@ class IsolatedBench:
 
     def __init__(self, inv: Invocation, inputs: Sequence[Any] | None = None, timeout_s: float = 60.0):
         self.inv, self.timeout_s, self.lost, self.notes = inv, timeout_s, [], []
-        self._inputs = None if inputs is None else [np.asarray(x) for x in inputs]
+        self._inputs = None if inputs is None else list(map(_as_numpy, inputs))
         self._setup = setup_message(inv, self._inputs)
         self._child: Child | None = None
         self._spare: Child | None = Child()  # the next one imports while this one works
+        reason = None
         try:
             self._ask({"do": "hello"})
         except ChildFailed as error:
-            self.close()
             reason = f"{error.status}: {error.reason}"
-            raise TuningError(f"a child process cannot tune {inv!r}: {reason}") from None
+        finally:
+            if self._child is None:  # whatever it was, an interrupt too
+                self.close()
+        if reason is not None:
+            self.close()
+            raise TuningError(f"a child process cannot tune {inv!r}: {reason}")
 
     def check(self, configs: Sequence[Any], warmup: int = 1) -> Iterator[Trial]:
         """A trial of each config, one after the other."""
@@ -80,22 +86,17 @@ class IsolatedBench:
     def sample(self, configs: Sequence[Any], rounds: int, deadline: float | None = None) -> list[list[float]]:
         """Samples of checked configs; one that fails now has infinite times, and is in `lost`."""
         if self._spare is not None:
-            self._spare.imported(_SETUP_S)  # not while others are timed
+            with contextlib.suppress(ChildFailed):
+                self._spare.imported(_SETUP_S)  # not while others are timed
+        return alive_samples(self, self._sampled, configs, rounds, deadline)
+
+    def _sampled(self, configs: Sequence[Any], rounds: int, deadline: float | None) -> list[list[float]] | Trial:
         left = None if deadline is None else deadline - time.monotonic()
-        ask = {"do": "sample", "rounds": rounds, "seconds": left}
+        ask = {"do": "sample", "rounds": rounds, "seconds": left, "configs": list(map(plain_config, configs))}
         try:
-            return self._ask(ask | {"configs": list(map(plain_config, configs))}, self.timeout_s * (1 + len(configs)))
+            return self._ask(ask, self.timeout_s * (1 + len(configs)))
         except ChildFailed as error:
-            if len(configs) == 1:
-                self.lost.append(Trial(configs[0], error.status, reason=f"when it was timed: {error.reason}"))
-                return [[float("inf")] * rounds]
-        dead = {cfg for cfg in configs if self.sample([cfg], 1, deadline) == [[float("inf")]]}  # which one was it?
-        alive = [cfg for cfg in configs if cfg not in dead]
-        if alive and len(alive) == len(configs):
-            raise TuningError(f"{len(configs)} configs of {self.inv!r} run alone, but not together")
-        times = dict(zip(alive, self.sample(alive, rounds, deadline))) if alive else {}
-        count = len(next(iter(times.values()), [0.0]))
-        return [times.get(cfg, [float("inf")] * count) for cfg in configs]
+            return Trial(configs[0], error.status, reason=error.reason)
 
     def verify(self, cfg: Any) -> str | None:
         """Why a config may not win; see `Bench.verify`."""
@@ -103,6 +104,23 @@ class IsolatedBench:
             return self._ask({"do": "verify", "config": plain_config(cfg)}, 4 * self.timeout_s)
         except ChildFailed as error:
             return f"{error.status}: {error.reason}"
+
+    def _ready_child(self) -> Child:
+        """A child that knows the call; a setup that fails is tried once more, for a dead one's memory may come late."""
+        for last in (False, True):
+            child, self._spare = self._spare or Child(), None
+            try:
+                child.ask(self._setup, _SETUP_S, self._inputs)
+                self._spare = Child()
+                return child
+            except ChildFailed:
+                child.kill()
+                if last:
+                    raise
+            except BaseException:
+                child.kill()
+                raise
+        raise AssertionError
 
     def close(self) -> None:
         """Ends the child processes."""
@@ -117,11 +135,9 @@ class IsolatedBench:
         Raises:
             ChildFailed: it has none; a child that died or hung is replaced.
         """
+        if self._child is None:
+            self._child = self._ready_child()
         try:
-            if self._child is None:
-                self._child, self._spare = self._spare or Child(), None
-                self._child.ask(self._setup, _SETUP_S, self._inputs)
-                self._spare = Child()
             return self._child.ask(message, timeout or self.timeout_s)
         except ChildFailed as error:
             if error.status != "run_failed" and self._child is not None:
@@ -146,14 +162,23 @@ class Child:
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
         )  # fmt: skip
         theirs.close()
-        self._imported = False
+        self._imported, self._dead = False, False
 
     def imported(self, timeout: float) -> None:
-        """Waits until the process has done its imports, or has died of them."""
-        if not self._imported and self._pipe.poll(timeout):
-            with contextlib.suppress(EOFError, OSError):
-                self._pipe.recv_bytes()
-                self._imported = True
+        """Waits until the process has done its imports.
+
+        Raises:
+            ChildFailed: it has died of them.
+        """
+        if self._imported or self._dead:
+            return
+        try:
+            if not self._pipe.poll(timeout):
+                raise ChildFailed("timed_out", f"no import within {timeout:g} s; killed")
+            self._pipe.recv_bytes()
+        except (EOFError, OSError):
+            raise ChildFailed("crashed", self._last_words()) from None
+        self._imported = True
 
     def ask(
         self, message: dict[str, Any], timeout: float = _SETUP_S, arrays: Sequence[np.ndarray] | None = None
@@ -176,19 +201,31 @@ class Child:
         return answer["is"]
 
     def _last_words(self) -> str:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe and went on; killed"
         how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return how + (f": {lines[-1][:300]}" if lines else "")
 
     def kill(self) -> None:
-        """Ends the process and what it started."""
+        """Ends the process and what it started; again: nothing."""
+        if self._dead:
+            return
+        self._dead = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._pipe.close()
         self._log.close()
+
+
+def _as_numpy(x: Any) -> np.ndarray:
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
+        raise TuningError(f"isolate=True cannot hand over operands of type {x.dtype}; leave inputs or isolate out")
+    return np.asarray(x)
 
 
 def send(pipe: Connection, message: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:

@@ -13,7 +13,7 @@ import jax.export
 
 from ..core.invocation import Invocation
 from ..errors import TuningError
-from .isolation import Child, plain_config, setup_message
+from .isolation import Child, ChildFailed, plain_config, setup_message
 
 BACKENDS = ("triton",)  # what is compiled while it is lowered
 _FEWEST = 12  # starting processes takes seconds: on an H200 eight small kernels took 7.2 s so, and 4.0 s in threads
@@ -35,21 +35,29 @@ class LoweringPool:
         self._setup = setup_message(inv, None)
         self._idle: queue.Queue[Child | None] = queue.Queue()
         self._children: list[Child] = []
+        self._unable = False  # whether a new process has failed to make the call
         for _ in range(workers):
             self._idle.put(None)
 
-    def lower(self, cfg: Any) -> Callable[..., Any]:
+    def lower(self, cfg: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
         """The call with a config as a function of its operands, lowered in another process. Threads may share a pool.
+
+        Args:
+            cfg: the config.
+            otherwise: what is returned where new processes cannot make the call.
 
         Raises:
             ChildFailed: it could not be lowered, and why.
         """
+        if self._unable:
+            return otherwise
         child = self._idle.get()
         try:
             if child is None:
                 child = Child({"JAX_PLATFORMS": "cpu"})  # one process holds the device: this one
                 self._children.append(child)
-                child.ask(self._setup | {"do": "meet", "keep": ["jax_platforms"]})
+                if not self._met(child):
+                    return otherwise
             text = child.ask({"do": "lower", "config": plain_config(cfg)}, _TIMEOUT_S)
             return jax.export.deserialize(bytearray(base64.b64decode(text))).call
         except BaseException:
@@ -59,6 +67,13 @@ class LoweringPool:
             raise
         finally:
             self._idle.put(child)
+
+    def _met(self, child: Child) -> bool:
+        try:
+            child.ask(self._setup | {"do": "meet", "keep": ["jax_platforms"]})
+        except ChildFailed:
+            self._unable = True
+        return not self._unable
 
     def close(self) -> None:
         """Ends the processes."""

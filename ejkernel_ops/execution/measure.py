@@ -136,18 +136,20 @@ class _Session:
 
     def __init__(self, runs: Sequence[Run], rounds: int):
         self.runs, self.rounds, self.calls, self.marker = runs, rounds, 0, jnp.zeros((), jnp.uint8)
+        self.ran = False  # whether all that was to be timed has run
 
     def trace(self) -> None: ...
 
     def lower(self) -> None: ...
 
     def __call__(self) -> None:
-        self.calls += 1
+        self.calls, self.ran = self.calls + 1, False
         for _ in range(1 if self.calls == 1 else self.rounds):  # the profiler's first call is its warm-up
             for run in self.runs:
                 _mark(self.marker)
                 out = run()
         jax.block_until_ready(out)  # returning it would keep it alive
+        self.ran = True
 
     def times(self) -> list[float]:
         """Milliseconds of each run, in the order in which they ran."""
@@ -173,4 +175,6 @@ def _records(session: _Session) -> list[tuple[str, float]]:
 
         return profiler.measure(session, aggregate=False)()[1] or []  # type: ignore[arg-type]
     except (ImportError, RuntimeError, AttributeError, TypeError) as error:
+        if session.calls and not session.ran:  # what failed is a candidate, not the profiler
+            raise
         raise NoDeviceTime(f"{type(error).__name__}: {error}") from None

@@ -60,7 +60,8 @@ class Progress:
         if live is not None and self._told.hear(event, data):
             if event == "busy":  # outlives the display, for it casts doubt on the result
                 live.console.print(f"the machine is busy: times spread by {data['spread']:.0%}", style="yellow")
-            live.update(self._told.view(), refresh=True)
+            with contextlib.suppress(OSError):  # a terminal that was closed
+                live.update(self._told.view(), refresh=True)
 
     def _leave(self) -> None:
         self._live = None
@@ -110,8 +111,9 @@ class _Told:
     def _on_trial(self, trial: Any, done: int, total: int, **_) -> None:
         self.done, self.candidates = done, total
         self.failed += failures([trial])
-        if trial.ms is not None:
-            self.best_ms = trial.ms if self.best_ms is None else min(self.best_ms, trial.ms)
+
+    def _on_sampled(self, best_ms: float, **_) -> None:
+        self.best_ms = best_ms
 
     def _on_op_done(self, op_id_v: str, entry: Any, index: int, **_) -> None:
         self._on_op_skipped(index)

@@ -30,7 +30,7 @@ def dumps(result: AutotuningResult) -> str:
         "skipped": result.skipped,
         "entries": [_entry_to_plain(entry) for entry in result.entries],
     }
-    return json.dumps(body, indent=1)
+    return json.dumps(body, indent=1, allow_nan=False)
 
 
 def loads(cls: type[R], text: str | bytes, allow_other_device: bool) -> R:

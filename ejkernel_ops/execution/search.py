@@ -6,13 +6,18 @@ Nothing here runs a kernel. `race` asks for samples, so that recorded or simulat
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..config.selection import why_illegal
+
 # Halving: so many samples in all, then only what lies within this factor of the best goes on.
 _STAGES = ((1, 1.25), (4, 1.08))
+
+_FEW, _FEW_GAIN = 5, 0.1  # a race that has had fewer last rounds than this takes no smaller gain
 
 Sampler = Callable[[Sequence[Any], int], list[list[float]]]
 
@@ -27,11 +32,24 @@ def ordered(inv: Any, default: Any, candidates: Iterable[Any], hints: Iterable[A
         hints: winners at neighbouring shapes, the nearest first.
 
     Returns:
-        The heuristic, the hints, and the candidates by predicted cost, those without a prediction last.
+        The heuristic, the hints, and the candidates: back ends in turns, whose costs need not compare, and in each by
+        predicted cost, those without a prediction last.
     """
-    costs = {cfg: inv.kernel.cost(inv, cfg) for cfg in dict.fromkeys(candidates)}
-    by_cost = sorted(costs, key=lambda cfg: math.inf if costs[cfg] is None else costs[cfg])
-    return list(dict.fromkeys([default, *hints, *by_cost]))
+    by_backend: dict[Any, list[Any]] = {}
+    for cfg in dict.fromkeys(candidates):
+        by_backend.setdefault(getattr(cfg, "backend", None), []).append(cfg)
+    queues = [sorted(configs, key=lambda cfg: _cost(inv, cfg)) for configs in by_backend.values()]
+    in_turns = [cfg for turn in itertools.zip_longest(*queues, fillvalue=_NONE) for cfg in turn if cfg is not _NONE]
+    return list(dict.fromkeys([default, *hints, *in_turns]))
+
+
+_NONE = object()
+
+
+def _cost(inv: Any, cfg: Any) -> float:
+    """The predicted cost of a config; infinite where there is none."""
+    cost = None if why_illegal(inv, cfg) is not None else inv.kernel.cost(inv, cfg)
+    return math.inf if cost is None or math.isnan(cost) else cost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +106,10 @@ def race(
         last = [default, *rivals[:finalists]]
         if len(last) > 1 or not final:
             final |= zip(last, sample(last, rounds))
-        best = min(last, key=lambda cfg: _paired(final[cfg], final[default]))
-        if _gain(final[best], final[default]) <= min_gain:
+        finite = [cfg for cfg in last if all(map(math.isfinite, final[cfg]))]  # else it failed
+        best = min(finite, key=lambda cfg: _paired(final[cfg], final[default]), default=default)
+        needed = min_gain if len(final[best]) >= _FEW else max(min_gain, _FEW_GAIN)
+        if not _gain(final[best], final[default]) > needed:
             best = default
         reason = None if best == default else verify(best)
         if reason is None:

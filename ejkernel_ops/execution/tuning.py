@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -66,8 +68,9 @@ class Autotuner:
         ):  # fmt: skip
             if value < least:
                 raise ValueError(f"{name} is {value}; expected at least {least}")
-        if not trial_timeout_s > 0:
-            raise ValueError(f"trial_timeout_s is {trial_timeout_s}; expected seconds above 0")
+        for name, seconds in (("trial_timeout_s", trial_timeout_s), ("budget_s", budget_s)):
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"{name} is {seconds}; expected seconds above 0")
         self.num_warmup, self.num_iters, self.min_gain = num_warmup, num_iters, min_gain
         self.finalists, self.budget_s, self.max_compiles = finalists, budget_s, max_compiles
         self.isolate, self.trial_timeout_s = isolate, trial_timeout_s
@@ -85,7 +88,8 @@ class Autotuner:
         Args:
             inv: the abstract call.
             candidates: configs to try; default the kernel's.
-            on_event: called as `on_event("trial", op_id_v=, trial=, done=, total=)` after each candidate is checked.
+            on_event: called as `on_event("trial", op_id_v=, trial=, done=, total=)` when a candidate is checked, and as
+                `on_event("sampled", op_id_v=, count=, best_ms=)` when some have been timed.
             inputs: operands; default random ones that the kernel makes.
             hints: configs to try first, such as winners at neighbouring shapes.
 
@@ -103,7 +107,7 @@ class Autotuner:
         bench = self._bench(inv, inputs)
         try:
             trials = self._screened(bench, configs, deadline, on_event)
-            return self._decided(bench, default, trials, deadline)
+            return self._decided(bench, default, trials, deadline, on_event)
         except DeviceLostError as error:
             reason = str(error)
         finally:
@@ -120,35 +124,48 @@ class Autotuner:
     def _screened(self, bench: Any, configs: list, deadline: float | None, on_event: Any) -> dict[Any, Trial]:
         """A trial of each config: compiled and checked, as far as compiles and time allow."""
         trials: dict[Any, Trial] = {}
+        if deadline is not None:  # the rest is for the race
+            deadline -= 0.3 * (self.budget_s or 0.0)
         legal = [cfg for cfg in configs if why_illegal(bench.inv, cfg) is None]
         tried = set(legal[: self.max_compiles])
-        left = iter(bench.check([cfg for cfg in configs if cfg in tried], self.num_warmup))
-        for cfg in configs:
-            if (reason := why_illegal(bench.inv, cfg)) is not None:
-                trial = Trial(cfg, "illegal", reason=reason)
-            elif cfg not in tried:
-                trial = Trial(cfg, "not_tried", reason=f"max_compiles={self.max_compiles} more promising ones were")
-            elif deadline is not None and time.monotonic() > deadline and trials:
-                trial = Trial(cfg, "not_tried", reason="the time budget was over")
-            else:
-                trial = next(left)
-            trials[cfg] = trial
-            if on_event is not None:
-                on_event("trial", op_id_v=bench.inv.op_id_v, trial=trial, done=len(trials), total=len(configs))
-        left.close()
+        with contextlib.closing(bench.check([cfg for cfg in configs if cfg in tried], self.num_warmup)) as left:
+            for cfg in configs:
+                if (reason := why_illegal(bench.inv, cfg)) is not None:
+                    trial = Trial(cfg, "illegal", reason=reason)
+                elif cfg not in tried:
+                    trial = Trial(cfg, "not_tried", reason=f"max_compiles={self.max_compiles} more promising ones were")
+                elif deadline is not None and time.monotonic() > deadline and trials:
+                    trial = Trial(cfg, "not_tried", reason="the time budget was over")
+                else:
+                    trial = next(left)
+                trials[cfg] = trial
+                if on_event is not None:
+                    on_event("trial", op_id_v=bench.inv.op_id_v, trial=trial, done=len(trials), total=len(configs))
         return trials
 
-    def _decided(self, bench: Any, default: Any, trials: dict[Any, Trial], deadline: float | None) -> Tuned:
+    def _decided(
+        self, bench: Any, default: Any, trials: dict[Any, Trial], deadline: float | None, on_event: Any
+    ) -> Tuned:
         """Races what may be timed, and writes the times into the trials."""
         if trials[default].status != "timed":
             reasons = "; ".join(f"{t.cfg}: {t.reason}" for t in trials.values())
             raise TuningError(
                 f"the heuristic config of {bench.inv!r} does not run, so nothing can be compared: {reasons}"
             )
+        best = math.inf
+
+        def sampled(configs: Sequence[Any], rounds: int) -> list[list[float]]:
+            nonlocal best
+            times = bench.sample(configs, rounds, deadline)
+            best = min(best, *map(statistics.median, times))
+            if on_event is not None:
+                on_event("sampled", op_id_v=bench.inv.op_id_v, count=len(configs), best_ms=best)
+            return times
+
         found = race(
             default,
             [cfg for cfg, trial in trials.items() if trial.status == "timed"],
-            lambda configs, rounds: bench.sample(configs, rounds, deadline),
+            sampled,
             bench.verify,
             finalists=self.finalists,
             rounds=2 * self.num_iters,
@@ -159,6 +176,8 @@ class Autotuner:
         for cfg, reason in found.rejected.items():
             trials[cfg] = Trial(cfg, "wrong", reason=reason)
         trials |= {trial.cfg: trial for trial in bench.lost}
+        if trials[default].status != "timed":
+            raise TuningError(f"the heuristic config of {bench.inv!r} failed: {trials[default].reason}")
         busy = max(trials[default].spread or 0.0, trials[found.winner].spread or 0.0)
         notes = [*bench.notes, *([f"the device was busy: times spread by {busy:.0%}"] if busy > BUSY else [])]
         times = found.times
@@ -185,7 +204,7 @@ class Autotuner:
                 program = jax.jit(make_fn(cfg)).lower(*args, **kwargs).compile()
                 jax.block_until_ready(program(*args, **kwargs))
                 runs[cfg] = lambda program=program: program(*args, **kwargs)
-            except Exception as error:  # as in `_prepare`
+            except Exception as error:  # a candidate may fail in any way
                 reasons.append(f"{cfg}: {first_line(error)}")
         if not runs:
             raise TuningError(f"no candidate could be run: {'; '.join(reasons) or 'there are none'}")
@@ -222,7 +241,7 @@ def autotune(
         *args: its arguments; arrays are used as they are; where one is abstract, all are made up.
         configs: configs to try besides the heuristic one; default the kernel's candidates.
         num_warmup: calls of each candidate before it is timed.
-        num_iters: rounds of timing, as in `Autotuner`.
+        num_iters: half the last rounds of timing, as in `Autotuner`.
         **kwargs: the call's keyword arguments.
 
     Returns:

@@ -51,9 +51,13 @@ class AttentionBackward(Kernel):
         pairs = candidate_block_sizes(inv.arguments["query"], inv.arguments["key"], inv.platform)
         return [backward_config(pair) for pair in pairs]
 
+    def illegal(self, inv: Invocation, cfg: AttentionConfig) -> str | None:
+        """A missing tile; every other one is legal."""
+        return _without_tile(cfg.bwd)
+
     def cost(self, inv: Invocation, cfg: AttentionConfig) -> float | None:
         """Predicted seconds of the XLA back end on a GPU."""
-        return _cost(inv, cfg.bwd, BACKWARD_S)
+        return _cost(inv, cfg.backend, cfg.bwd, BACKWARD_S)
 
     def odd_calls(self, inv: Invocation) -> list[Invocation]:
         """One with odd lengths."""
@@ -134,9 +138,13 @@ class AttentionForward(Kernel):
         pairs = candidate_block_sizes(inv.arguments["query"], inv.arguments["key"], inv.platform)
         return [forward_config(pair) for pair in pairs]
 
+    def illegal(self, inv: Invocation, cfg: AttentionConfig) -> str | None:
+        """A missing tile; every other one is legal."""
+        return _without_tile(cfg.fwd)
+
     def cost(self, inv: Invocation, cfg: AttentionConfig) -> float | None:
         """Predicted seconds of the XLA back end on a GPU."""
-        return _cost(inv, cfg.fwd, FORWARD_S)
+        return _cost(inv, cfg.backend, cfg.fwd, FORWARD_S)
 
     def odd_calls(self, inv: Invocation) -> list[Invocation]:
         """One with odd lengths."""
@@ -258,9 +266,15 @@ def _from_tiles(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x[:, :, :, : shape[2], : shape[3]].reshape(shape)
 
 
-def _cost(inv: Invocation, params: Any, each: tuple[float, ...]) -> float | None:
+def _without_tile(params: Any) -> str | None:
+    """Why a config cannot be used; any tile can, for it is cut to the lengths."""
+    whole = params is not None and params.q_blocksize is not None and params.kv_blocksize is not None
+    return None if whole else f"q_blocksize or kv_blocksize is missing in {params}"
+
+
+def _cost(inv: Invocation, backend: str | None, params: Any, each: tuple[float, ...]) -> float | None:
     """Predicted seconds; `None` where there is no prediction."""
-    if platform_kind(inv.platform) != "gpu" or params is None or not (params.q_blocksize and params.kv_blocksize):
+    if platform_kind(inv.platform) != "gpu" or backend != "xla" or _without_tile(params):
         return None
     blocks = params.q_blocksize, params.kv_blocksize
     return predicted_seconds(inv.arguments["query"], inv.arguments["key"], blocks, bool(inv.kwargs["causal"]), each)

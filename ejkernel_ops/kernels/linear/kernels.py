@@ -92,6 +92,10 @@ class LinearBackward(Kernel):
         rows = _candidate_rows(inv.arguments["x"])
         return [LinearConfig(backend="xla", bwd=BwdParams(blocksize_m=n)) for n in rows]
 
+    def illegal(self, inv: Invocation, cfg: LinearConfig) -> str | None:
+        """A missing tile; every other one is legal, for it is cut to the rows."""
+        return None if cfg.bwd is not None and cfg.bwd.blocksize_m is not None else "blocksize_m is missing"
+
     def odd_calls(self, inv: Invocation) -> list[Invocation]:
         """One with an odd count of rows."""
         return _odd_calls(inv, ("x", "out", "preact", "dout", "dpreact"))
@@ -169,6 +173,10 @@ class LinearForward(Kernel):
         """All rows at once, and chunks."""
         rows = _candidate_rows(inv.arguments["x"])
         return [LinearConfig(backend="xla", fwd=FwdParams(blocksize_m=n)) for n in rows]
+
+    def illegal(self, inv: Invocation, cfg: LinearConfig) -> str | None:
+        """A missing tile; every other one is legal, for it is cut to the rows."""
+        return None if cfg.fwd is not None and cfg.fwd.blocksize_m is not None else "blocksize_m is missing"
 
     def odd_calls(self, inv: Invocation) -> list[Invocation]:
         """One with an odd count of rows."""
