@@ -209,10 +209,10 @@ def test_errors_that_end_a_device_are_known(text):
 
 
 class Late(ek.Kernel[int, jax.Array]):
-    """Config 1 fails in its sixth run, 2 is lost then, 99 is the heuristic."""
+    """Config 1 fails when it has run `limit` times, 2 is lost then, 99 is the heuristic."""
 
     name = "late_test"
-    default = 99
+    default, limit = 99, 2  # a check and a warm-up
     runs: ClassVar[dict] = {}
 
     def heuristic_cfg(self, inv):
@@ -224,7 +224,7 @@ class Late(ek.Kernel[int, jax.Array]):
     def run(self, x, *, cfg):
         def host(x):
             self.runs[cfg] = self.runs.get(cfg, 0) + 1
-            if cfg in (1, 2) and self.runs[cfg] > 5:
+            if cfg in (1, 2) and self.runs[cfg] > self.limit:
                 raise ValueError("CUDA_ERROR_LAUNCH_FAILED" if cfg == 2 else "too late")
             time.sleep(0.002 if cfg == 99 else 0.0)
             return x
@@ -253,6 +253,7 @@ def test_what_fails_when_it_is_timed_is_a_reason_and_the_rest_goes_on(late):
 
 def test_a_heuristic_that_fails_when_it_is_timed_is_an_error(late, monkeypatch):
     monkeypatch.setattr(Late, "default", 1)
+    monkeypatch.setattr(Late, "limit", 4)  # and the two of the reference
     with pytest.raises(ek.TuningError, match=r"heuristic config of .* failed: when it was timed"):
         ek.Autotuner(num_iters=3).tune(late)
 
