@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import itertools
 import math
 import os
 import statistics
@@ -78,13 +80,17 @@ class Bench:
         Raises:
             DeviceLostError: a candidate broke the device.
         """
-        threads = concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+        workers = min(16, os.cpu_count() or 1)
+        threads = concurrent.futures.ThreadPoolExecutor(workers)
         pool = pool_for(self.inv, list(configs))
         try:
-            runs = [self._run_of(cfg, threads, pool) for cfg in configs]
-            begun = [self._begin(cfg, run, threads) for cfg, run in zip(configs, runs)]
-            for cfg, trial in zip(configs, begun):
+            runs = [(cfg, self._run_of(cfg, threads, pool)) for cfg in configs]
+            waiting = ((cfg, self._begin(cfg, run, threads)) for cfg, run in runs)
+            begun = collections.deque(itertools.islice(waiting, workers + 1))
+            while begun:
+                cfg, trial = begun.popleft()
                 trial = trial.result() if isinstance(trial, concurrent.futures.Future) else trial
+                begun.extend(itertools.islice(waiting, 1))
                 yield trial if trial is not None else self._checked(cfg, warmup)
         finally:  # whoever has seen enough does not wait for the rest
             if pool is not None:

@@ -148,7 +148,7 @@ class Autotuner:
     ) -> Tuned:
         """Races what may be timed, and writes the times into the trials."""
         if trials[default].status != "timed":
-            reasons = "; ".join(f"{t.cfg}: {t.reason}" for t in trials.values())
+            reasons = "; ".join(f"{t.cfg}: {t.reason}" for t in trials.values() if t.reason)
             raise TuningError(
                 f"the heuristic config of {bench.inv!r} does not run, so nothing can be compared: {reasons}"
             )
