@@ -147,7 +147,9 @@ def test_a_busy_device_is_noted_in_the_result(monkeypatch):
     monkeypatch.setattr(Bench, "sample", sample)
     chain = ek.ConfigSelectorChain(tuner=ek.Autotuner(num_iters=4))
     result = ek.autotune_lowered(chain, jax.jit(lambda x: MANY(x)).lower(X))
-    assert result.notes == ("candidates_test@v1 float32[5,3]: the device was busy: times spread by 33%",)
+    assert result.notes == (
+        "candidates_test@v1 float32[5,3]: the device was busy: times spread by 33%; tune again when it is not",
+    )
     assert result.notes[0] in str(result)
 
 

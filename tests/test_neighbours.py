@@ -92,6 +92,14 @@ def test_an_illegal_config_is_passed_over_for_the_next(chain):
     assert sources(9) == {"heuristic"}
 
 
+def test_an_illegal_config_of_the_call_is_refused_with_its_rule():
+    with pytest.raises(
+        ek.ConfigError, match=r"Tile\(size=2\), which is illegal for .*a tile of 2 does not divide 9 rows"
+    ):
+        TILED(jnp.ones((9, 4)), cfg=Tile(2))
+    assert TILED(jnp.ones((8, 4)), cfg=Tile(2))[0] == 2
+
+
 def test_other_statics_types_and_far_shapes_are_no_neighbours(chain):
     ek.autotune_lowered(chain, lowered(8))
     assert used(16, flag=True) == 1

@@ -191,6 +191,7 @@ def test_text_tells_the_failures_of_each_op():
     trials = (trial(), trial("wrong"), *[trial("out_of_memory")] * 2, trial("illegal"), trial("not_tried"))
     text = str(result(entry(trials=trials), entry("linear_bwd@v1")))
     assert f"\nlinear@v1 {SHAPES}: 3 of 4 candidates failed: 2 out_of_memory, 1 wrong\n" in text
+    assert re.search(r"\n  out_of_memory: .*\(and 1 more in entry.trials\)\n", text)
     assert text.count("failed") == 1
 
 

@@ -50,6 +50,17 @@ def failures_of(trials: Iterable[Trial]) -> str:
     return f"{failed.total()} of {len(run)} candidates failed: {counts(failed)}" if failed else ""
 
 
+def _reasons(trials: Iterable[Trial]) -> Iterator[str]:
+    """The first reason of each status, how many more there are, and where to find them; illegal ones are no news."""
+    first: dict[str, list[Trial]] = {}
+    for trial in trials:
+        if trial.status not in ("timed", "illegal"):
+            first.setdefault(trial.status, []).append(trial)
+    for status, found in first.items():
+        more = f" (and {len(found) - 1} more in entry.trials)" if len(found) > 1 else ""
+        yield f"  {status}: {found[0].reason}{more}"
+
+
 def by_time(entries: Iterable[Entry]) -> list[Entry]:
     """Entries in order; those that take most of the time come first."""
     return sorted(entries, key=lambda e: -(e.heuristic_ms or 0.0) * e.executions)
@@ -67,7 +78,7 @@ def _cells(e: Entry) -> list[str]:
         if value is not None and name != "backend"
     ]
     calls = str(e.count) if e.executions == e.count else f"{e.count} (x{e.executions // max(e.count, 1)})"
-    kept = "" if e.heuristic is None or e.cfg != e.heuristic else " (heuristic)"
+    kept = "" if e.heuristic is None or e.cfg != e.heuristic or e.source == "heuristic" else " (heuristic)"
     times = [_number(e.heuristic_ms), _number(e.ms), f"{e.gain:.2f}x" if e.gain else "-"]
     back_end = getattr(e.cfg, "backend", None) or "-"
     return [e.op_id_v, e.shapes, calls, back_end, " ".join(fields), *times, e.source + kept]
@@ -88,6 +99,7 @@ def _footer(result: AutotuningResult) -> Iterator[str]:
     for entry in by_time(result.entries):
         if told := failures_of(entry.trials):
             yield f"{f'{entry.op_id_v} {entry.shapes}'.strip()}: {told}"
+        yield from _reasons(entry.trials)
     for label, reason in result.skipped:
         yield f"not tuned: {label}: {reason}"
     yield from result.notes

@@ -179,7 +179,10 @@ class Autotuner:
         if trials[default].status != "timed":
             raise TuningError(f"the heuristic config of {bench.inv!r} failed: {trials[default].reason}")
         busy = max(trials[default].spread or 0.0, trials[found.winner].spread or 0.0)
-        notes = [*bench.notes, *([f"the device was busy: times spread by {busy:.0%}"] if busy > BUSY else [])]
+        notes = [
+            *bench.notes,
+            *([f"the device was busy: times spread by {busy:.0%}; tune again when it is not"] if busy > BUSY else []),
+        ]
         times = found.times
         return Tuned(found.winner, default, times[found.winner], times[default], tuple(trials.values()), tuple(notes))
 
