@@ -103,6 +103,15 @@ def test_what_dies_when_it_is_timed_is_found_and_the_others_go_on():
     assert [(trial.cfg, trial.status) for trial in bench.lost] == [(dead, "crashed")]
 
 
+def test_what_raises_when_it_is_timed_has_no_time_and_the_others_go_on():
+    tuned = tune([WildConfig("run_late"), WildConfig()])
+    found = {trial.cfg.kind: trial for trial in tuned.trials[1:]}
+    assert found["run_late"].status == "run_failed"
+    assert found["run_late"].reason.startswith("when it was timed: ")
+    assert found["run_late"].ms is None
+    assert tuned.cfg == WildConfig()
+
+
 def test_kernels_that_cannot_be_imported_are_refused_with_advice():
     class Local(type(WILD)):
         name = "local_test"

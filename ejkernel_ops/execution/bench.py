@@ -196,10 +196,10 @@ class Bench:
         Raises:
             DeviceLostError: a candidate broke the device.
         """
-        return alive_samples(self, self._sampled, configs, rounds, deadline)
+        return alive_samples(self, self.sampled, configs, rounds, deadline)
 
-    def _sampled(self, configs: Sequence[Any], rounds: int, deadline: float | None) -> list[list[float]] | Trial:
-        """The samples, or how the first config fails."""
+    def sampled(self, configs: Sequence[Any], rounds: int, deadline: float | None) -> list[list[float]] | Trial:
+        """Samples of configs, or where one of them fails, how; it is called the first one's failure."""
         try:
             return self._times(configs, rounds, deadline)
         except Exception as error:

@@ -25,12 +25,13 @@ from ..config.persistent import type_named
 from ..config.schema import from_plain
 from ..core.invocation import Invocation
 from ..core.kernel import KERNELS
-from ..errors import ConfigError, DeviceLostError
+from ..errors import ConfigError, DeviceLostError, TuningError
 from ..registry import call_from_plain
 from .bench import Bench
 from .check import program
 from .failures import first_line
 from .isolation import send
+from .trial import Trial
 
 # Triton kernels, by way of either version of jax-triton.
 _CUSTOM_CALLS = ("triton_kernel_call", "triton_kernel_call_ffi")
@@ -73,14 +74,15 @@ class _Server(_Lowerer):
             self.checked.add(cfg)
         return {"status": trial.status, "reason": trial.reason}
 
-    def sample(self, configs: list[dict[str, Any]], rounds: int, seconds: float | None) -> list[list[float]]:
-        start = time.monotonic()
+    def sample(self, configs: list[dict[str, Any]], rounds: int, seconds: float | None) -> dict[str, Any]:
+        deadline = None if seconds is None else time.monotonic() + seconds
         for config in configs:  # a child that took over from another one knows none of them
             if _config(self.inv, config) not in self.checked and (trial := self.check(config))["status"] != "timed":
                 raise ConfigError(f"{config['config']}: {trial['status']}: {trial['reason']}")
-        return self.bench.sample(
-            [_config(self.inv, config) for config in configs], rounds, None if seconds is None else start + seconds
-        )
+        found = self.bench.sampled([_config(self.inv, config) for config in configs], rounds, deadline)
+        if isinstance(found, Trial):  # the parent asks which of them it was
+            raise TuningError(found.reason)
+        return {"times": found, "notes": self.bench.notes}
 
     def verify(self, config: dict[str, Any]) -> str | None:
         return self.bench.verify(_config(self.inv, config))

@@ -94,9 +94,11 @@ class IsolatedBench:
         left = None if deadline is None else deadline - time.monotonic()
         ask = {"do": "sample", "rounds": rounds, "seconds": left, "configs": list(map(plain_config, configs))}
         try:
-            return self._ask(ask, self.timeout_s * (1 + len(configs)))
+            found = self._ask(ask, self.timeout_s * (1 + len(configs)))
         except ChildFailed as error:
             return Trial(configs[0], error.status, reason=error.reason)
+        self.notes += [note for note in found["notes"] if note not in self.notes]
+        return found["times"]
 
     def verify(self, cfg: Any) -> str | None:
         """Why a config may not win; see `Bench.verify`."""
