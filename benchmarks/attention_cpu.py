@@ -9,7 +9,6 @@ Forward and backward together, one config for speed and memory, both sides timed
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import math
 import platform
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from rows import write_rows
 
 from ejkernel_ops import ConfigSelectorChain, autotune_lowered, flash_attention
 from ejkernel_ops.execution.measure import interleaved, spread
@@ -91,11 +91,7 @@ def main() -> None:
     last = [row["our_mib"] / row["stock_mib"] for row in rows if row["length"] == LENGTHS[-1]]
     least = min(row["speedup"] for row in rows)
     print(f"least {least:.2f}x, geometric mean {mean:.2f}x, memory at {LENGTHS[-1]}: {max(last):.3f}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    with open(options.out, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(options.out, rows)
 
 
 if __name__ == "__main__":

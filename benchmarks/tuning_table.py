@@ -8,7 +8,6 @@ Needs a GPU. Writes `docs/benchmarks/tuning_table.csv`, which `tests/test_search
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import statistics
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from rows import write_rows
 
 from ejkernel_ops import AttentionConfig, BwdParams, FwdParams, Key, device_fingerprint, flash_attention
 from ejkernel_ops.execution.bench import Bench
@@ -105,11 +105,7 @@ def main() -> None:
     rows = []
     for op, shape in KEYS:
         rows += [row | about for row in measure(shape, op, calls(shape)[op], options.rounds)]
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with open(options.out, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(options.out, rows)  # after each key: device time may end
 
 
 if __name__ == "__main__":
