@@ -1,0 +1,111 @@
+"""The forward kernel of attention in Triton: one program for each block of queries of a head.
+
+Source: FlashAttention-2, Dao 2023, arXiv:2307.08691.
+"""
+
+import triton
+import triton.language as tl
+
+from .triton_tile import (
+    INF,
+    LOG2E,
+    block_range,
+    kept,
+    key_limits,
+    load_tile,
+    logits,
+    offset_and_length,
+    phase_of,
+    visible,
+)
+
+
+@triton.jit
+def attention_forward(
+    q_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, offset_ptr, q_ids_ptr, kv_ids_ptr, lengths_ptr, sinks_ptr, seed_ptr,
+    ranges_ptr, out_ptr, lse_ptr, spec: tl.constexpr,
+):  # fmt: skip
+    """Output `(batch, q_len, heads, v_dim)` and log-sum-exp `(batch, q_len, heads)`."""
+    num_blocks: tl.constexpr = (spec.q_len + spec.block_q - 1) // spec.block_q
+    pid = tl.program_id(0)
+    block = pid % num_blocks
+    if spec.right >= 0:  # the last queries see most: they start first
+        block = num_blocks - 1 - block
+    head, batch = pid // num_blocks % spec.heads, (pid // (num_blocks * spec.heads)).to(tl.int64)
+    kv_head = head // (spec.heads // spec.kv_heads)
+    first_row = block * spec.block_q
+    rows = first_row + tl.arange(0, spec.block_q)
+    d, e = tl.arange(0, spec.block_d), tl.arange(0, spec.block_e)
+    row_at = (batch * spec.q_len + rows) * spec.heads + head
+
+    offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
+    last_row = tl.minimum(first_row + spec.block_q, spec.q_len) - 1
+    begin, end, inner_begin, inner_end = key_limits(first_row, last_row, offset, kv_len, spec)
+    ranges_ptr += (batch * num_blocks + block) * 4
+    first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, spec.block_kv, spec)
+
+    at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
+    q = load_tile(at, rows[:, None], d[None, :], spec.q_len, spec.head_dim, spec.q_len % spec.block_q != 0,
+                  spec.padded_d)  # fmt: skip
+    k_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.head_dim
+    v_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.v_dim
+    bias_ptr += batch * spec.bias_strides[0] + head * spec.bias_strides[1]
+    mask_ptr += batch * spec.mask_strides[0] + head * spec.mask_strides[1]
+    q_ids, kv_ids = rows, rows
+    if spec.has_ids:
+        q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
+
+    acc = tl.zeros([spec.block_q, spec.block_e], tl.float32)
+    top = tl.full([spec.block_q], -INF, tl.float32)
+    total = tl.zeros([spec.block_q], tl.float32)
+    for phase in tl.static_range(3):
+        if spec.key_phases[phase]:
+            masked = phase != 1
+            lower, upper = phase_of(phase, first, inner, outer, last)
+            for j in range(lower, upper):
+                cols = j * spec.block_kv + tl.arange(0, spec.block_kv)
+                # Keys that no query of the block sees may hold anything: they are not loaded.
+                unseen = cols
+                if masked and spec.left >= 0:
+                    unseen = tl.where(cols < begin, spec.kv_len, unseen)
+                if masked and spec.has_ids:
+                    kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < end, other=-1)
+                    unseen = tl.where(kv_ids < 0, spec.kv_len, unseen)
+                at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
+                k = load_tile(at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, masked)
+                products = tl.dot(q, k, input_precision=spec.precision)
+                scores, _ = logits(products, bias_ptr, rows[:, None], cols[None, :], spec)
+                if masked:
+                    seen = visible(
+                        rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_ptr, spec
+                    )
+                    scores = tl.where(seen, scores, -INF)
+                new = tl.maximum(top, tl.max(scores, 1) * spec.factor)
+                finite = new
+                if masked or spec.has_bias:  # of a row that has seen nothing yet
+                    finite = tl.where(new == -INF, 0.0, new)
+                probs = tl.exp2(scores * spec.factor - finite[:, None])
+                fade = tl.exp2(top - finite)
+                total = total * fade + tl.sum(probs, 1)
+                if spec.threshold > 0:
+                    keep = kept(seed_ptr + batch * 2, head, first_row, j * spec.block_kv, spec)
+                    probs = tl.where(keep, probs, 0.0)
+                acc = acc * fade[:, None]
+                at = v_ptr + cols[:, None] * (spec.kv_heads * spec.v_dim) + e[None, :]
+                v = load_tile(at, unseen[:, None], e[None, :], end, spec.v_dim, masked, spec.padded_e)
+                acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=spec.precision)
+                top = new
+
+    if spec.has_sinks:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        new = tl.maximum(top, sink)
+        finite = tl.where(new == -INF, 0.0, new)
+        fade = tl.exp2(top - finite)
+        acc, total, top = acc * fade[:, None], total * fade + tl.exp2(sink - finite), new
+    empty = total == 0
+    safe = tl.where(empty, 1.0, total)
+    acc = acc * (1.0 / (safe * spec.keep))[:, None]
+    at = out_ptr + row_at[:, None] * spec.v_dim + e[None, :]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(rows < spec.q_len)[:, None] & (e < spec.v_dim)[None, :])
+    lse = tl.where(empty, -INF, (top + tl.log2(safe)) / LOG2E)
+    tl.store(lse_ptr + row_at, lse, mask=rows < spec.q_len)

@@ -1,0 +1,143 @@
+"""What a Triton kernel of attention is compiled for: one hashable value, read by the kernels as constants."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from .xla import Statics
+
+_OPEN = 1 << 30  # a side of a window that is as good as open
+_LOG2E = math.log2(math.e)
+_IEEE = ("highest", "float32", "F32_F32_F32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TritonSpec:
+    """Sizes and options of a call; window sides are -1 where they are open, causality is a right side of 0.
+
+    `factor` scales what `logits` returns into base-2 logits, which it is already where `transformed`; `threshold` is
+    the least random word that dropout keeps, 0 without dropout; strides are of `(batch, head, query, key)` in
+    elements, 0 along axes that broadcast.
+    """
+
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    block_d: int
+    block_e: int
+    block_q: int
+    block_kv: int
+    scale: float
+    factor: float
+    transformed: bool
+    soft_cap: float
+    left: int
+    right: int
+    offset: int
+    threshold: int
+    keep: float
+    precision: str
+    has_offset: bool
+    has_ids: bool
+    has_lengths: bool
+    has_sinks: bool
+    has_bias: bool
+    has_mask: bool
+    dead_rows: bool
+    bias_strides: tuple[int, int, int, int]
+    mask_strides: tuple[int, int, int, int]
+
+    @property
+    def padded_d(self) -> bool:
+        """Whether tiles are wider than the head of queries and keys."""
+        return self.block_d != self.head_dim
+
+    @property
+    def padded_e(self) -> bool:
+        """Whether tiles are wider than the head of values."""
+        return self.block_e != self.v_dim
+
+    @property
+    def key_phases(self) -> tuple[bool, bool, bool]:
+        """Of the key blocks of some queries: whether some may need a mask before, none, and some after the others."""
+        any_side = self.has_ids or self.has_mask
+        after = self.right >= 0 or self.has_lengths or self.kv_len % self.block_kv != 0
+        return self.left >= 0 or self.has_ids, not self.has_mask, after or any_side
+
+    @property
+    def query_phases(self) -> tuple[bool, bool, bool]:
+        """The same of the query blocks of some keys."""
+        any_side = self.has_ids or self.has_mask
+        after = self.left >= 0 or self.q_len % self.block_q != 0
+        return self.right >= 0 or self.has_ids, not self.has_mask, after or any_side
+
+
+def spec_of(arrays: tuple, statics: Statics, blocks: tuple[int, int]) -> TritonSpec:
+    """The spec of a call from its operands and the sizes of its blocks of queries and of keys."""
+    query, key, value, bias, mask, q_offset, q_ids, _, kv_lengths, sinks, _ = arrays
+    window = statics.sliding_window or (_OPEN, 0 if statics.causal else _OPEN)
+    left, right = (-1 if n >= _OPEN else n for n in window)
+    if statics.causal:
+        right = 0
+    rate, cap = statics.dropout_rate, statics.logits_soft_cap
+    scale = float(statics.softmax_scale)
+    transformed = cap is not None or bias is not None or scale <= 0  # a product with `factor` must keep the order
+    positions = left >= 0 or right >= 0
+    offset = (statics.static_offset or 0) if positions else 0
+    return TritonSpec(
+        q_len=query.shape[1],
+        kv_len=key.shape[1],
+        heads=query.shape[2],
+        kv_heads=key.shape[2],
+        head_dim=query.shape[3],
+        v_dim=value.shape[3],
+        block_d=width(query.shape[3]),
+        block_e=width(value.shape[3]),
+        block_q=blocks[0],
+        block_kv=blocks[1],
+        scale=scale,
+        factor=1.0 if transformed else scale * _LOG2E,
+        transformed=transformed,
+        soft_cap=float(cap or 0.0),
+        left=left,
+        right=right,
+        offset=offset,
+        threshold=min(int(rate * 2**32), 2**32 - 1) if rate else 0,
+        keep=1.0 - rate,
+        precision="ieee" if statics.precision in _IEEE else "tf32",
+        has_offset=q_offset is not None and positions,
+        has_ids=q_ids is not None,
+        has_lengths=kv_lengths is not None,
+        has_sinks=sinks is not None,
+        has_bias=bias is not None,
+        has_mask=mask is not None,
+        dead_rows=_may_see_nothing(arrays, offset, left, positions),
+        bias_strides=_strides(bias),
+        mask_strides=_strides(mask),
+    )
+
+
+def width(dim: int) -> int:
+    """Columns of a tile that holds a head: a power of two, as Triton's products need, at least 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def _strides(x: Any) -> tuple[int, int, int, int]:
+    if x is None:
+        return 0, 0, 0, 0
+    steps = [math.prod(x.shape[axis + 1 :]) for axis in range(4)]
+    return tuple(0 if n == 1 else step for n, step in zip(x.shape, steps))  # type: ignore[return-value]
+
+
+def _may_see_nothing(arrays: tuple, offset: int, left: int, positions: bool) -> bool:
+    """Whether there may be queries that see no key."""
+    query, key, _, bias, mask, q_offset, q_ids, _, kv_lengths, _, _ = arrays
+    if any(x is not None for x in (bias, mask, q_ids, kv_lengths)):
+        return True
+    beyond = left >= 0 and query.shape[1] - 1 + offset - left >= key.shape[1]
+    return positions and (q_offset is not None or offset < 0 or beyond)

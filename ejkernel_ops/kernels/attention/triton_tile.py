@@ -1,0 +1,143 @@
+"""What the Triton kernels of attention share: the logits of a tile, what each query sees, and dropout's bits.
+
+`rows` and `cols` are query and key numbers of a tile, one of them `[:, None]` and the other `[None, :]`, so that
+the same code serves tiles of queries by keys and of keys by queries. Logits are in base 2, so that `exp2` needs no
+product of its own. `spec` is a `TritonSpec`: what it turns off is not compiled.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+INF: tl.constexpr = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def load_tile(at, rows, cols, num_rows, num_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A tile, with zeros where `rows` or `cols` lie outside; a side that cannot is not checked."""
+    if ROWS and COLS:
+        return tl.load(at, mask=(rows < num_rows) & (cols < num_cols), other=0.0)
+    elif ROWS:
+        return tl.load(at, mask=rows < num_rows, other=0.0)
+    elif COLS:
+        return tl.load(at, mask=cols < num_cols, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def logits(products, bias_ptr, rows, cols, spec: tl.constexpr):
+    """Logits of a tile, and the slope of the soft cap; without cap and bias the products, which `factor` scales."""
+    slope = 1.0
+    if spec.soft_cap > 0:  # tanh from one exp2: far out it is 1 - 2 / inf or 1 - 2 / 1
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(products * (2.0 * LOG2E * spec.scale / spec.soft_cap)))
+        slope = 1.0 - tanh * tanh
+        products = tanh * (spec.soft_cap * LOG2E)
+    elif spec.transformed:
+        products = products * (spec.scale * LOG2E)
+    if spec.has_bias:
+        at = bias_ptr + rows.to(tl.int64) * spec.bias_strides[2] + cols * spec.bias_strides[3]
+        bias = tl.load(at, mask=(rows < spec.q_len) & (cols < spec.kv_len), other=0.0)
+        products += bias.to(tl.float32) * LOG2E
+    return products, slope
+
+
+@triton.jit
+def visible(rows, cols, offset, kv_len, q_ids, kv_ids, mask_ptr, spec: tl.constexpr):
+    """Which keys of a tile each of its queries sees."""
+    seen = cols < kv_len
+    if spec.right >= 0:
+        seen = seen & (cols <= rows + (offset + spec.right))
+    if spec.left >= 0:
+        seen = seen & (cols >= rows + (offset - spec.left))
+    if spec.has_ids:
+        seen = seen & (q_ids == kv_ids) & (q_ids >= 0)
+    if spec.has_mask:
+        at = mask_ptr + rows.to(tl.int64) * spec.mask_strides[2] + cols * spec.mask_strides[3]
+        seen = seen & (tl.load(at, mask=(rows < spec.q_len) & (cols < spec.kv_len), other=0) != 0)
+    return seen
+
+
+@triton.jit
+def offset_and_length(offset_ptr, lengths_ptr, batch, spec: tl.constexpr):
+    """Position of the first query among the keys, and number of keys, of an example."""
+    offset = spec.offset
+    kv_len = spec.kv_len
+    if spec.has_offset:
+        offset = tl.load(offset_ptr + batch)
+    if spec.has_lengths:
+        kv_len = tl.minimum(tl.load(lengths_ptr + batch), spec.kv_len)
+    return offset, kv_len
+
+
+@triton.jit
+def key_limits(first, last, offset, kv_len, spec: tl.constexpr):
+    """Keys `[begin, end)` that some of the queries `first` to `last` see, and `[inner_begin, inner_end)` that all see.
+
+    As far as window, causality and lengths go.
+    """
+    begin, end, inner_begin, inner_end = 0, kv_len, 0, kv_len
+    if spec.right >= 0:
+        end = tl.minimum(end, last + offset + spec.right + 1)
+        inner_end = tl.minimum(inner_end, first + offset + spec.right + 1)
+    if spec.left >= 0:
+        begin = tl.maximum(begin, first + offset - spec.left)
+        inner_begin = tl.maximum(inner_begin, last + offset - spec.left)
+    return begin, tl.maximum(end, 0), inner_begin, tl.maximum(inner_end, 0)
+
+
+@triton.jit
+def query_limits(first, last, offset, spec: tl.constexpr):
+    """The same for the queries that see some, and all, of the keys `first` to `last`."""
+    begin, end, inner_begin, inner_end = 0, spec.q_len, 0, spec.q_len
+    if spec.right >= 0:
+        begin = tl.maximum(begin, first - offset - spec.right)
+        inner_begin = tl.maximum(inner_begin, last - offset - spec.right)
+    if spec.left >= 0:
+        end = tl.minimum(end, last - offset + spec.left + 1)
+        inner_end = tl.minimum(inner_end, first - offset + spec.left + 1)
+    return begin, tl.maximum(end, 0), inner_begin, tl.maximum(inner_end, 0)
+
+
+@triton.jit
+def block_range(begin, end, inner_begin, inner_end, ranges_ptr, BLOCK: tl.constexpr, spec: tl.constexpr):
+    """Blocks `[first, inner)` to mask, `[inner, outer)` that are visible as a whole, `[outer, last)` to mask."""
+    first, last = begin // BLOCK, tl.cdiv(end, BLOCK)
+    inner, outer = tl.cdiv(inner_begin, BLOCK), inner_end // BLOCK
+    if spec.has_ids:
+        first, last = tl.maximum(first, tl.load(ranges_ptr)), tl.minimum(last, tl.load(ranges_ptr + 1))
+        inner, outer = tl.maximum(inner, tl.load(ranges_ptr + 2)), tl.minimum(outer, tl.load(ranges_ptr + 3))
+    if spec.has_mask:
+        outer = first
+    last = tl.maximum(last, first)
+    inner = tl.minimum(tl.maximum(inner, first), last)
+    outer = tl.minimum(tl.maximum(outer, inner), last)
+    return first, inner, outer, last
+
+
+@triton.jit
+def phase_of(phase: tl.constexpr, first, inner, outer, last):
+    """The blocks of one of the three phases: before, within and after those that are visible as a whole."""
+    if phase == 0:
+        return first, inner
+    elif phase == 1:
+        return inner, outer
+    else:
+        return outer, last
+
+
+@triton.jit
+def kept(seed_ptr, head, first_row, first_col, spec: tl.constexpr):
+    """Which probabilities of a tile of queries by keys dropout keeps: `keep_bits` of `dropout.py`, bit for bit."""
+    rows = (first_row + tl.arange(0, spec.block_q)).to(tl.uint32)[:, None]
+    quads = (first_col // 4 + tl.arange(0, spec.block_kv // 4)).to(tl.uint32)[None, :]
+    zeros = tl.zeros([spec.block_q, spec.block_kv // 4], tl.uint32)
+    c0, c1, c2, c3 = quads + zeros, rows + zeros, head.to(tl.uint32) + zeros, zeros
+    k0, k1 = tl.load(seed_ptr), tl.load(seed_ptr + 1)
+    for _ in tl.static_range(10):
+        hi0, lo0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
+        hi1, lo1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    words = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # word 2 a + b of a quad at [:, quad, a, b]
+    return tl.reshape(words, [spec.block_q, spec.block_kv]) >= spec.threshold
