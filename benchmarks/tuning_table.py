@@ -83,7 +83,7 @@ def measure(shape, op, inv, rounds: int) -> list[dict]:
             | {"spread": "" if ms is None else round(spread(ms), 5), "clock": clock}
         )
     best = min(timed, key=lambda cfg: statistics.median(times[cfg]))
-    default = inv.kernel.heuristic_cfg(inv)
+    default = inv.kernel.heuristic_cfg_xla(inv)
     print(
         f"{op} {shape}: {len(timed)} of {len(trials)} ran, best {configs[best]} "
         f"{statistics.median(times[best]):.3f} ms, heuristic "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
@@ -15,7 +17,8 @@ import platformdirs
 from .errors import ConfigError, LabelError
 
 CACHE_DIR, RECORD, PREFIX = "EJKERNEL_CACHE_DIR", "EJKERNEL_OPS_RECORD", "EJKERNEL_OPS_PREFIX"
-VARIABLES = (CACHE_DIR, RECORD, PREFIX)
+INTERPRET = "EJKERNEL_OPS_INTERPRET"
+VARIABLES = (CACHE_DIR, RECORD, PREFIX, INTERPRET)
 DEFAULT_PREFIX = "ejkernel_ops#"
 _PREFIX = re.compile(r"[A-Za-z0-9_.-]{1,63}#")
 
@@ -41,9 +44,22 @@ def recording() -> bool:
     Raises:
         ConfigError: neither 0 nor 1.
     """
-    given = _read(RECORD) or "1"
+    return _switch(RECORD, "1")
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels may run on a CPU, where they are interpreted: with `EJKERNEL_OPS_INTERPRET=1`.
+
+    Raises:
+        ConfigError: neither 0 nor 1.
+    """
+    return _switch(INTERPRET, "0")
+
+
+def _switch(name: str, default: str) -> bool:
+    given = _read(name) or default
     if given not in ("0", "1"):
-        raise ConfigError(f"{RECORD} is {given!r}; expected 0 or 1")
+        raise ConfigError(f"{name} is {given!r}; expected 0 or 1")
     return given == "1"
 
 
@@ -58,6 +74,18 @@ def label_prefix(prefix: str | None = None) -> str:
         name = "prefix" if prefix else PREFIX
         raise LabelError(f"{name} is {found!r}; expected 1 to 63 of A-Z a-z 0-9 _ . - and then #")
     return found
+
+
+@contextlib.contextmanager
+def unchanged(name: str) -> Iterator[None]:
+    """Puts a variable back as it was, an empty one unset: for imports that change the environment."""
+    before = os.environ.get(name)
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before:
+            os.environ[name] = before
 
 
 def child_environment() -> dict[str, str]:

@@ -6,7 +6,7 @@ import dataclasses
 
 from .errors import ConfigError
 
-_LIMITS = {"num_warps": 32, "num_stages": 16}
+_LIMITS = {"num_warps": 32, "num_stages": 16, "num_warps_mn": 32, "num_stages_mn": 16}
 
 
 def _check(params: FwdParams | BwdParams) -> None:
@@ -71,6 +71,8 @@ class BwdParams:
         blocksize_k: contracted elements in a tile.
         num_warps: warps of 32 threads in a GPU block.
         num_stages: depth of a GPU software pipeline.
+        num_warps_mn: warps of a second kernel, whose tile is `blocksize_m` by `blocksize_n`.
+        num_stages_mn: pipeline depth of that kernel.
 
     Raises:
         ConfigError: a field is not `None` and not a positive int in its range.
@@ -87,5 +89,7 @@ class BwdParams:
     blocksize_k: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+    num_warps_mn: int | None = None
+    num_stages_mn: int | None = None
 
     __post_init__ = _check

@@ -161,7 +161,7 @@ def test_searching_the_recorded_tables_costs_at_most_three_percent_of_the_best()
     for rows in recorded():
         inv, times = invocation(rows[0]), {config(row): float(row["ms"]) for row in rows if row["status"] == "timed"}
         noise = statistics.median(float(row["spread"]) for row in rows if row["spread"])
-        default = inv.kernel.heuristic_cfg(inv)
+        default = inv.kernel.heuristic_cfg_xla(inv)
         tried = [cfg for cfg in ordered(inv, default, times) if cfg in times][:24]
         runs = [race(default, tried, Clock(times, seed, noise, spikes=0.01)).winner for seed in range(20)]
         regrets.append(max(times[winner] for winner in runs) / min(times.values()) - 1)
@@ -172,7 +172,7 @@ def test_searching_the_recorded_tables_costs_at_most_three_percent_of_the_best()
 def test_what_the_cost_model_puts_into_the_first_third_is_near_the_best():
     for rows in recorded():
         inv, times = invocation(rows[0]), {config(row): float(row["ms"]) for row in rows if row["status"] == "timed"}
-        first = ordered(inv, inv.kernel.heuristic_cfg(inv), times)[: len(times) // 3]
+        first = ordered(inv, inv.kernel.heuristic_cfg_xla(inv), times)[: len(times) // 3]
         assert min(times[cfg] for cfg in first) <= 1.02 * min(times.values())
         costs = np.array([inv.kernel.cost(inv, cfg) for cfg in times])
         ranks = [np.argsort(np.argsort(x)) for x in (costs, np.array(list(times.values())))]

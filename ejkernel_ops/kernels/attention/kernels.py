@@ -12,8 +12,9 @@ import numpy as np
 from ...core.invocation import Invocation
 from ...core.kernel import Kernel, random_array
 from ...utils.fingerprint import platform_kind
-from . import xla
+from . import cudnn, tiles, xla
 from .arrange import arrange, from_keys, from_queries, from_tiles, queries
+from .backends import preferred, unsupported
 from .config import (
     BACKWARD_S,
     FORWARD_S,
@@ -35,25 +36,48 @@ class AttentionBackward(Kernel):
 
     name = "flash_attention_bwd"
     config_cls = AttentionConfig
-    fields = {"xla": ("bwd.q_blocksize", "bwd.kv_blocksize")}
+    fields = {
+        "xla": ("bwd.q_blocksize", "bwd.kv_blocksize"),
+        "triton": tuple(f"bwd.{name}" for name in tiles.BACKWARD_FIELDS),
+        "cudnn": (),
+    }
     lazy_cotangents = True  # a cotangent that is known to be zero comes as None
 
     def narrow(self, cfg: AttentionConfig) -> AttentionConfig:
         """The backward part of an op's config."""
         return dataclasses.replace(cfg, fwd=None)
 
+    def unsupported(self, inv: Invocation, backend: str) -> str | None:
+        """What a back end cannot honour."""
+        return unsupported(inv, backend)
+
     def heuristic_cfg(self, inv: Invocation) -> AttentionConfig:
+        """The fastest back end that can do the call, with its own heuristic."""
+        return self.variant("heuristic_cfg", preferred(inv), inv.platform)(inv)
+
+    def heuristic_cfg_xla(self, inv: Invocation) -> AttentionConfig:
         """Square blocks of scores that fit the caches."""
         return backward_config(block_sizes(inv.arguments["query"], inv.arguments["key"], inv.platform))
 
+    def heuristic_cfg_triton(self, inv: Invocation) -> AttentionConfig:
+        """The best tiles of those that the call has room for."""
+        return tiles.backward_config(*tiles.backward_tiles(inv)[0])
+
+    def heuristic_cfg_cudnn(self, inv: Invocation) -> AttentionConfig:
+        """cuDNN chooses for itself."""
+        return AttentionConfig(backend="cudnn")
+
     def candidate_cfgs(self, inv: Invocation) -> list[AttentionConfig]:
-        """Blocks around the heuristic's."""
+        """On a GPU cuDNN, tiles of Triton and XLA's heuristic; elsewhere blocks around XLA's."""
         pairs = candidate_block_sizes(inv.arguments["query"], inv.arguments["key"], inv.platform)
-        return [backward_config(pair) for pair in pairs]
+        found = [tiles.backward_config(*pair) for pair in _eligible(inv, "triton", tiles.backward_tiles)]
+        return _candidates(self, inv, found, [backward_config(pair) for pair in pairs])
 
     def illegal(self, inv: Invocation, cfg: AttentionConfig) -> str | None:
-        """A missing tile; every other one is legal."""
-        return _without_tile(cfg.bwd)
+        """A missing tile, or one that there is no room for."""
+        if cfg.backend == "triton":
+            return tiles.illegal_backward(inv, cfg.bwd)
+        return _without_tile(cfg.bwd) if cfg.backend == "xla" else None
 
     def cost(self, inv: Invocation, cfg: AttentionConfig) -> float | None:
         """Predicted seconds of the XLA back end on a GPU."""
@@ -115,13 +139,45 @@ class AttentionBackward(Kernel):
         dbias = None if dbias is None else from_tiles(dbias, bias.shape)
         return dq, dk, dv, dbias, None, None, None, None, None, dsinks, None
 
+    def run_triton(
+        self, query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks,
+        dropout_seed, out, lse, dout, dlse, *, cfg, needs, **statics,
+    ):  # fmt: skip
+        """Tiles in Triton."""
+        from . import triton_launch
+
+        arrays = (
+            query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks, dropout_seed
+        )  # fmt: skip
+        wanted = tuple(bool(needs[i]) for i in (0, 1, 2, 3, 9))
+        dout = jnp.zeros_like(out) if dout is None else dout
+        dq, dk, dv, dbias, dsinks = triton_launch.backward(
+            arrays, out, lse, dout, dlse, wanted, xla.Statics(**statics), cfg.bwd
+        )
+        return dq, dk, dv, dbias, None, None, None, None, None, dsinks, None
+
+    def run_cudnn(
+        self, query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks,
+        dropout_seed, out, lse, dout, dlse, *, cfg, needs, **statics,
+    ):  # fmt: skip
+        """cuDNN's own backward pass."""
+        dout = jnp.zeros_like(out) if dout is None else dout
+        gradients = cudnn.backward(
+            query, key, value, bias, mask, kv_lengths, out, lse, dout, needs, xla.Statics(**statics)
+        )
+        return (*gradients, *[None] * 7)
+
 
 class AttentionForward(Kernel):
     """Scaled dot-product attention: output and log-sum-exp."""
 
     name = "flash_attention"
     config_cls = AttentionConfig
-    fields = {"xla": ("fwd.q_blocksize", "fwd.kv_blocksize")}
+    fields = {
+        "xla": ("fwd.q_blocksize", "fwd.kv_blocksize"),
+        "triton": tuple(f"fwd.{name}" for name in tiles.FORWARD_FIELDS),
+        "cudnn": (),
+    }
     rows, out_rows = _ROWS, (True, True)
     backward = AttentionBackward()
 
@@ -129,18 +185,37 @@ class AttentionForward(Kernel):
         """The forward part of an op's config."""
         return dataclasses.replace(cfg, bwd=None)
 
+    def unsupported(self, inv: Invocation, backend: str) -> str | None:
+        """What a back end cannot honour."""
+        return unsupported(inv, backend)
+
     def heuristic_cfg(self, inv: Invocation) -> AttentionConfig:
+        """The fastest back end that can do the call, with its own heuristic."""
+        return self.variant("heuristic_cfg", preferred(inv), inv.platform)(inv)
+
+    def heuristic_cfg_xla(self, inv: Invocation) -> AttentionConfig:
         """Square blocks of scores that fit the caches."""
         return forward_config(block_sizes(inv.arguments["query"], inv.arguments["key"], inv.platform))
 
+    def heuristic_cfg_triton(self, inv: Invocation) -> AttentionConfig:
+        """The best tile of those that the call has room for."""
+        return tiles.forward_config(tiles.forward_tiles(inv)[0])
+
+    def heuristic_cfg_cudnn(self, inv: Invocation) -> AttentionConfig:
+        """cuDNN chooses for itself."""
+        return AttentionConfig(backend="cudnn")
+
     def candidate_cfgs(self, inv: Invocation) -> list[AttentionConfig]:
-        """Blocks around the heuristic's."""
+        """On a GPU cuDNN, tiles of Triton and XLA's heuristic; elsewhere blocks around XLA's."""
         pairs = candidate_block_sizes(inv.arguments["query"], inv.arguments["key"], inv.platform)
-        return [forward_config(pair) for pair in pairs]
+        found = [tiles.forward_config(tile) for tile in _eligible(inv, "triton", tiles.forward_tiles)]
+        return _candidates(self, inv, found, [forward_config(pair) for pair in pairs])
 
     def illegal(self, inv: Invocation, cfg: AttentionConfig) -> str | None:
-        """A missing tile; every other one is legal."""
-        return _without_tile(cfg.fwd)
+        """A missing tile, or one that there is no room for."""
+        if cfg.backend == "triton":
+            return tiles.illegal_forward(inv, cfg.fwd)
+        return _without_tile(cfg.fwd) if cfg.backend == "xla" else None
 
     def cost(self, inv: Invocation, cfg: AttentionConfig) -> float | None:
         """Predicted seconds of the XLA back end on a GPU."""
@@ -177,9 +252,43 @@ class AttentionForward(Kernel):
             from_queries(lse[..., None], (*query.shape[:3], 1))[..., 0],
         )
 
+    def run_triton(
+        self, query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks,
+        dropout_seed, *, cfg, **statics,
+    ):  # fmt: skip
+        """Tiles in Triton."""
+        from . import triton_launch
+
+        arrays = (
+            query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks, dropout_seed
+        )  # fmt: skip
+        return triton_launch.forward(arrays, xla.Statics(**statics), cfg.fwd)
+
+    def run_cudnn(
+        self, query, key, value, bias, mask, q_offset, q_segment_ids, kv_segment_ids, kv_lengths, sinks,
+        dropout_seed, *, cfg, **statics,
+    ):  # fmt: skip
+        """cuDNN, with the statistics that a gradient needs."""
+        return cudnn.forward(query, key, value, bias, mask, kv_lengths, xla.Statics(**statics))
+
 
 def _blocks(params: Any, query: jax.Array, key: jax.Array) -> tuple[int, int]:
     return max(1, min(params.q_blocksize, query.shape[1])), max(1, min(params.kv_blocksize, key.shape[1]))
+
+
+def _eligible(inv: Invocation, backend: str, found: Any) -> list[Any]:
+    """What a function finds for a call, if it is on a GPU and a back end can do it."""
+    on_gpu = platform_kind(inv.platform) == "gpu"
+    return found(inv) if on_gpu and unsupported(inv, backend) is None else []
+
+
+def _candidates(kernel: Any, inv: Invocation, triton: list[Any], blocks: list[Any]) -> list[Any]:
+    """What is tried: where another back end can do a call, of XLA only the heuristic, which compiles for long."""
+    cudnn_too = _eligible(inv, "cudnn", lambda inv: [kernel.heuristic_cfg_cudnn(inv)])
+    if not triton and not cudnn_too:
+        return blocks
+    others = [*cudnn_too, kernel.heuristic_cfg_xla(inv)]
+    return [*others, *tiles.most(triton, len(others))]
 
 
 def _without_tile(params: Any) -> str | None:

@@ -15,6 +15,7 @@ from .triton_tile import (
     block_range,
     kept,
     key_limits,
+    load_rows,
     load_tile,
     logits,
     offset_and_length,
@@ -30,23 +31,27 @@ def attention_backward_kv(
     dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, spec: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values: one program for each block of keys of a key head, tiles of keys by queries."""
-    num_blocks: tl.constexpr = (spec.kv_len + spec.block_kv - 1) // spec.block_kv
+    block_q: tl.constexpr = spec.block_q
+    block_kv: tl.constexpr = spec.block_kv
+    block_d: tl.constexpr = spec.block_d
+    block_e: tl.constexpr = spec.block_e
+    num_blocks: tl.constexpr = (spec.kv_len + block_kv - 1) // block_kv
     group: tl.constexpr = spec.heads // spec.kv_heads
     pid = tl.program_id(0)
     block, kv_head = pid % num_blocks, pid // num_blocks % spec.kv_heads
     batch = (pid // (num_blocks * spec.kv_heads)).to(tl.int64)
-    first_col = block * spec.block_kv
-    cols = first_col + tl.arange(0, spec.block_kv)
-    d, e = tl.arange(0, spec.block_d), tl.arange(0, spec.block_e)
+    first_col = block * block_kv
+    cols = first_col + tl.arange(0, block_kv)
+    d, e = tl.arange(0, block_d), tl.arange(0, block_e)
     col_at = (batch * spec.kv_len + cols) * spec.kv_heads + kv_head
 
     offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
-    last_col = tl.minimum(first_col + spec.block_kv, kv_len) - 1
+    last_col = tl.minimum(first_col + block_kv, kv_len) - 1
     begin, end, inner_begin, inner_end = query_limits(first_col, last_col, offset, spec)
     if spec.has_lengths:
         end = tl.where(first_col < kv_len, end, 0)
     ranges_ptr += (batch * num_blocks + block) * 4
-    first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, spec.block_q, spec)
+    first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, block_q, spec)
 
     # Keys that no query sees may hold anything: they are not loaded.
     seen = cols < kv_len
@@ -63,8 +68,8 @@ def attention_backward_kv(
     v_at = v_ptr + col_at[:, None] * spec.v_dim + e[None, :]
     v = tl.load(v_at, mask=seen[:, None] & (e < spec.v_dim)[None, :], other=0.0)
 
-    dk = tl.zeros([spec.block_kv, spec.block_d], tl.float32)
-    dv = tl.zeros([spec.block_kv, spec.block_e], tl.float32)
+    dk = tl.zeros([block_kv, block_d], tl.float32)
+    dv = tl.zeros([block_kv, block_e], tl.float32)
     for member in range(group):
         head = kv_head * group + member
         q_head = q_ptr + (batch * spec.q_len * spec.heads + head) * spec.head_dim
@@ -74,61 +79,54 @@ def attention_backward_kv(
         mask_head = mask_ptr + batch * spec.mask_strides[0] + head * spec.mask_strides[1]
         for phase in tl.static_range(3):
             if spec.query_phases[phase]:
-                masked = phase != 1
                 lower, upper = phase_of(phase, first, inner, outer, last)
                 for i in range(lower, upper):
-                    rows = i * spec.block_q + tl.arange(0, spec.block_q)
-                    ragged = masked and spec.q_len % spec.block_q != 0
-                    lse = load_tile(lse_ptr + sums + rows, rows, rows, spec.q_len, 0, ragged, False)
-                    delta = load_tile(delta_ptr + sums + rows, rows, rows, spec.q_len, 0, ragged, False)
+                    rows = i * block_q + tl.arange(0, block_q)
+                    lse = load_rows(lse_ptr + sums + rows, rows, spec.q_len, phase != 1 and spec.ragged_q)
                     unseen = rows
                     if spec.dead_rows:  # what they hold must reach nothing
                         unseen = tl.where(lse == INF, spec.q_len, rows)
-                    checked = ragged or spec.dead_rows
-                    at = q_head + rows[None, :] * (spec.heads * spec.head_dim) + d[:, None]
-                    q = load_tile(at, d[:, None], unseen[None, :], spec.head_dim, spec.q_len,
-                                  spec.padded_d, checked)  # fmt: skip
+                    q_at = q_head + rows[None, :] * (spec.heads * spec.head_dim) + d[:, None]
+                    q = load_tile(q_at, d[:, None], unseen[None, :], spec.head_dim, spec.q_len,
+                                  spec.padded_d, (phase != 1 and spec.ragged_q) or spec.dead_rows)  # fmt: skip
                     products = tl.dot(k, q, input_precision=spec.precision)
                     scores, slope = logits(products, bias_head, rows[None, :], cols[:, None], spec)
                     probs = tl.exp2(scores * spec.factor - lse[None, :])
-                    if masked:
+                    if phase != 1:
                         if spec.has_ids:
                             q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
-                        tile = visible(
-                            rows[None, :],
-                            cols[:, None],
-                            offset,
-                            kv_len,
-                            q_ids[None, :],
-                            kv_ids[:, None],
-                            mask_head,
-                            spec,
-                        )
-                        if ragged:
+                        tile = visible(rows[None, :], cols[:, None], offset, kv_len, q_ids[None, :], kv_ids[:, None],
+                                       mask_head, spec)  # fmt: skip
+                        if spec.ragged_q:
                             tile = tile & (rows < spec.q_len)[None, :]
                         probs = tl.where(tile, probs, 0.0)
-                    at = dout_head + rows[:, None] * (spec.heads * spec.v_dim) + e[None, :]
-                    dout = load_tile(at, unseen[:, None], e[None, :], spec.q_len, spec.v_dim, checked,
-                                     spec.padded_e)  # fmt: skip
-                    dprobs = tl.dot(v, tl.trans(dout), input_precision=spec.precision)
+                    dout_at = dout_head + rows[:, None] * (spec.heads * spec.v_dim) + e[None, :]
+                    dout = load_tile(dout_at, unseen[:, None], e[None, :], spec.q_len, spec.v_dim,
+                                     (phase != 1 and spec.ragged_q) or spec.dead_rows, spec.padded_e)  # fmt: skip
                     weights = probs
                     if spec.threshold > 0:
-                        keep = kept(seed_ptr + batch * 2, head, i * spec.block_q, first_col, spec)
+                        keep = kept(seed_ptr + batch * 2, head, i * block_q, first_col, spec)
                         keep = tl.trans(keep)
                         weights = tl.where(keep, probs, 0.0)
-                        dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
                     dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=spec.precision)
+                    dprobs = tl.dot(v, tl.trans(dout), input_precision=spec.precision)
+                    if spec.threshold > 0:
+                        dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
+                    # Loaded no earlier than it is used: registers are short here.
+                    delta = load_rows(delta_ptr + sums + rows, rows, spec.q_len, phase != 1 and spec.ragged_q)
                     dscores = probs * (dprobs - delta[None, :]) * slope
                     dk = tl.dot(dscores.to(q.dtype), tl.trans(q), dk, input_precision=spec.precision)
 
     stored = cols < spec.kv_len
-    if spec.has_lengths or spec.kv_len % spec.block_kv != 0:  # products with zeros may be infinite there
+    if spec.has_lengths or spec.kv_len % block_kv != 0:  # products with zeros may be infinite there
         dk = tl.where(seen[:, None], dk, 0.0)
         dv = tl.where(seen[:, None], dv, 0.0)
-    at = dk_ptr + col_at[:, None] * spec.head_dim + d[None, :]
-    tl.store(at, (dk * spec.scale).to(dk_ptr.dtype.element_ty), mask=stored[:, None] & (d < spec.head_dim)[None, :])
-    at = dv_ptr + col_at[:, None] * spec.v_dim + e[None, :]
-    tl.store(at, (dv * (1.0 / spec.keep)).to(dv_ptr.dtype.element_ty), mask=stored[:, None] & (e < spec.v_dim)[None, :])
+    dk_at = dk_ptr + col_at[:, None] * spec.head_dim + d[None, :]
+    tl.store(dk_at, (dk * spec.scale).to(dk_ptr.dtype.element_ty), mask=stored[:, None] & (d < spec.head_dim)[None, :])
+    dv_at = dv_ptr + col_at[:, None] * spec.v_dim + e[None, :]
+    tl.store(
+        dv_at, (dv * (1.0 / spec.keep)).to(dv_ptr.dtype.element_ty), mask=stored[:, None] & (e < spec.v_dim)[None, :]
+    )
 
 
 @triton.jit
@@ -137,34 +135,38 @@ def attention_backward_q(
     dout_ptr, lse_ptr, delta_ptr, dq_ptr, spec: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries: one program for each block of queries of a head, tiles of queries by keys."""
-    num_blocks: tl.constexpr = (spec.q_len + spec.block_q - 1) // spec.block_q
+    block_q: tl.constexpr = spec.block_q
+    block_kv: tl.constexpr = spec.block_kv
+    block_d: tl.constexpr = spec.block_d
+    block_e: tl.constexpr = spec.block_e
+    num_blocks: tl.constexpr = (spec.q_len + block_q - 1) // block_q
     pid = tl.program_id(0)
     block = pid % num_blocks
     if spec.right >= 0:  # the last queries see most: they start first
         block = num_blocks - 1 - block
     head, batch = pid // num_blocks % spec.heads, (pid // (num_blocks * spec.heads)).to(tl.int64)
     kv_head = head // (spec.heads // spec.kv_heads)
-    first_row = block * spec.block_q
-    rows = first_row + tl.arange(0, spec.block_q)
-    d, e = tl.arange(0, spec.block_d), tl.arange(0, spec.block_e)
+    first_row = block * block_q
+    rows = first_row + tl.arange(0, block_q)
+    d, e = tl.arange(0, block_d), tl.arange(0, block_e)
     row_at = (batch * spec.q_len + rows) * spec.heads + head
     sum_at = (batch * spec.heads + head) * spec.q_len + rows
 
     offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
-    last_row = tl.minimum(first_row + spec.block_q, spec.q_len) - 1
+    last_row = tl.minimum(first_row + block_q, spec.q_len) - 1
     begin, end, inner_begin, inner_end = key_limits(first_row, last_row, offset, kv_len, spec)
     ranges_ptr += (batch * num_blocks + block) * 4
-    first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, spec.block_kv, spec)
+    first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, block_kv, spec)
 
     lse = tl.load(lse_ptr + sum_at, mask=rows < spec.q_len, other=INF)
     delta = tl.load(delta_ptr + sum_at, mask=rows < spec.q_len, other=0.0)
     live = rows < spec.q_len
     if spec.dead_rows:  # what they hold must reach nothing
         live = lse < INF
-    at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
-    q = tl.load(at, mask=live[:, None] & (d < spec.head_dim)[None, :], other=0.0)
-    at = dout_ptr + row_at[:, None] * spec.v_dim + e[None, :]
-    dout = tl.load(at, mask=live[:, None] & (e < spec.v_dim)[None, :], other=0.0)
+    q_at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
+    q = tl.load(q_at, mask=live[:, None] & (d < spec.head_dim)[None, :], other=0.0)
+    dout_at = dout_ptr + row_at[:, None] * spec.v_dim + e[None, :]
+    dout = tl.load(dout_at, mask=live[:, None] & (e < spec.v_dim)[None, :], other=0.0)
     k_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.head_dim
     v_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.v_dim
     bias_ptr += batch * spec.bias_strides[0] + head * spec.bias_strides[1]
@@ -173,41 +175,40 @@ def attention_backward_q(
     if spec.has_ids:
         q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
 
-    dq = tl.zeros([spec.block_q, spec.block_d], tl.float32)
+    dq = tl.zeros([block_q, block_d], tl.float32)
     for phase in tl.static_range(3):
         if spec.key_phases[phase]:
-            masked = phase != 1
             lower, upper = phase_of(phase, first, inner, outer, last)
             for j in range(lower, upper):
-                cols = j * spec.block_kv + tl.arange(0, spec.block_kv)
+                cols = j * block_kv + tl.arange(0, block_kv)
                 unseen = cols  # keys that no query of the block sees may hold anything: they are not loaded
-                if masked and spec.left >= 0:
+                if phase != 1 and spec.left >= 0:
                     unseen = tl.where(cols < begin, spec.kv_len, unseen)
-                if masked and spec.has_ids:
+                if phase != 1 and spec.has_ids:
                     kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < end, other=-1)
                     unseen = tl.where(kv_ids < 0, spec.kv_len, unseen)
-                at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
-                k = load_tile(at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, masked)
-                at = v_ptr + cols[None, :] * (spec.kv_heads * spec.v_dim) + e[:, None]
-                v = load_tile(at, e[:, None], unseen[None, :], spec.v_dim, end, spec.padded_e, masked)
+                k_at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
+                k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, phase != 1)
+                v_at = v_ptr + cols[None, :] * (spec.kv_heads * spec.v_dim) + e[:, None]
+                v = load_tile(v_at, e[:, None], unseen[None, :], spec.v_dim, end, spec.padded_e, phase != 1)
                 products = tl.dot(q, k, input_precision=spec.precision)
                 scores, slope = logits(products, bias_ptr, rows[:, None], cols[None, :], spec)
                 probs = tl.exp2(scores * spec.factor - lse[:, None])
-                if masked:
+                if phase != 1:
                     seen = visible(
                         rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_ptr, spec
                     )
                     probs = tl.where(seen, probs, 0.0)
                 dprobs = tl.dot(dout, v, input_precision=spec.precision)
                 if spec.threshold > 0:
-                    keep = kept(seed_ptr + batch * 2, head, first_row, j * spec.block_kv, spec)
+                    keep = kept(seed_ptr + batch * 2, head, first_row, j * block_kv, spec)
                     dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
                 dscores = probs * (dprobs - delta[:, None]) * slope
                 dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision=spec.precision)
 
-    at = dq_ptr + row_at[:, None] * spec.head_dim + d[None, :]
+    dq_at = dq_ptr + row_at[:, None] * spec.head_dim + d[None, :]
     stored = (rows < spec.q_len)[:, None] & (d < spec.head_dim)[None, :]
-    tl.store(at, (dq * spec.scale).to(dq_ptr.dtype.element_ty), mask=stored)
+    tl.store(dq_at, (dq * spec.scale).to(dq_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -219,24 +220,28 @@ def attention_backward_bias(
 
     `sums` is a `BiasSums`: over how many examples, heads, blocks of queries and of keys each program sums.
     """
+    block_q: tl.constexpr = spec.block_q
+    block_kv: tl.constexpr = spec.block_kv
+    block_d: tl.constexpr = spec.block_d
+    block_e: tl.constexpr = spec.block_e
     pid = tl.program_id(0)
     block_j, block_i = pid % sums.tiles[3], pid // sums.tiles[3] % sums.tiles[2]
     part_h = pid // (sums.tiles[3] * sums.tiles[2]) % sums.tiles[1]
     part_b = pid // (sums.tiles[3] * sums.tiles[2] * sums.tiles[1])
-    d, e = tl.arange(0, spec.block_d), tl.arange(0, spec.block_e)
-    dbias = tl.zeros([spec.block_q, spec.block_kv], tl.float32)
+    d, e = tl.arange(0, block_d), tl.arange(0, block_e)
+    dbias = tl.zeros([block_q, block_kv], tl.float32)
     for step in range(sums.each[0] * sums.each[1] * sums.each[2] * sums.each[3]):
         j = block_j * sums.each[3] + step % sums.each[3]
         i = block_i * sums.each[2] + step // sums.each[3] % sums.each[2]
         head = part_h * sums.each[1] + step // (sums.each[3] * sums.each[2]) % sums.each[1]
         batch = (part_b * sums.each[0] + step // (sums.each[3] * sums.each[2] * sums.each[1])).to(tl.int64)
         kv_head = head // (spec.heads // spec.kv_heads)
-        rows = i * spec.block_q + tl.arange(0, spec.block_q)
-        cols = j * spec.block_kv + tl.arange(0, spec.block_kv)
+        rows = i * block_q + tl.arange(0, block_q)
+        cols = j * block_kv + tl.arange(0, block_kv)
         offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
-        last_row = tl.minimum((i + 1) * spec.block_q, spec.q_len) - 1
-        begin, end, _, _ = key_limits(i * spec.block_q, last_row, offset, kv_len, spec)
-        if (j * spec.block_kv < end) & ((j + 1) * spec.block_kv > begin):
+        last_row = tl.minimum((i + 1) * block_q, spec.q_len) - 1
+        begin, end, _inner_begin, _inner_end = key_limits(i * block_q, last_row, offset, kv_len, spec)
+        if (j * block_kv < end) & ((j + 1) * block_kv > begin):
             q_ids, kv_ids = rows, cols
             loaded = (cols < end) & (cols >= begin)
             if spec.has_ids:
@@ -250,28 +255,28 @@ def attention_backward_bias(
             row_at = (batch * spec.q_len + rows) * spec.heads + head
             col_at = (batch * spec.kv_len + cols) * spec.kv_heads + kv_head
             wide, wide_v = d < spec.head_dim, e < spec.v_dim
-            at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
-            q = tl.load(at, mask=live[:, None] & wide[None, :], other=0.0)
-            at = k_ptr + col_at[None, :] * spec.head_dim + d[:, None]
-            k = tl.load(at, mask=loaded[None, :] & wide[:, None], other=0.0)
-            at = dout_ptr + row_at[:, None] * spec.v_dim + e[None, :]
-            dout = tl.load(at, mask=live[:, None] & wide_v[None, :], other=0.0)
-            at = v_ptr + col_at[None, :] * spec.v_dim + e[:, None]
-            v = tl.load(at, mask=loaded[None, :] & wide_v[:, None], other=0.0)
+            q_at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
+            q = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0)
+            k_at = k_ptr + col_at[None, :] * spec.head_dim + d[:, None]
+            k = tl.load(k_at, mask=loaded[None, :] & wide[:, None], other=0.0)
+            dout_at = dout_ptr + row_at[:, None] * spec.v_dim + e[None, :]
+            dout = tl.load(dout_at, mask=live[:, None] & wide_v[None, :], other=0.0)
+            v_at = v_ptr + col_at[None, :] * spec.v_dim + e[:, None]
+            v = tl.load(v_at, mask=loaded[None, :] & wide_v[:, None], other=0.0)
             products = tl.dot(q, k, input_precision=spec.precision)
             bias_head = bias_ptr + batch * spec.bias_strides[0] + head * spec.bias_strides[1]
             mask_head = mask_ptr + batch * spec.mask_strides[0] + head * spec.mask_strides[1]
-            scores, _ = logits(products, bias_head, rows[:, None], cols[None, :], spec)
+            scores, _slope = logits(products, bias_head, rows[:, None], cols[None, :], spec)
             probs = tl.exp2(scores * spec.factor - lse[:, None])
             seen = visible(rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_head, spec)
             dprobs = tl.dot(dout, v, input_precision=spec.precision)
             if spec.threshold > 0:
-                keep = kept(seed_ptr + batch * 2, head, i * spec.block_q, j * spec.block_kv, spec)
+                keep = kept(seed_ptr + batch * 2, head, i * block_q, j * block_kv, spec)
                 dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
             dbias += tl.where(seen, probs * (dprobs - delta[:, None]), 0.0)
 
-    rows = block_i * spec.block_q + tl.arange(0, spec.block_q)
-    cols = block_j * spec.block_kv + tl.arange(0, spec.block_kv)
+    rows = block_i * block_q + tl.arange(0, block_q)
+    cols = block_j * block_kv + tl.arange(0, block_kv)
     rows_out, cols_out = sums.shape[2], sums.shape[3]
     dbias_ptr += (part_b * sums.shape[1] + part_h).to(tl.int64) * rows_out * cols_out
     if rows_out == 1 and cols_out == 1:
@@ -281,5 +286,5 @@ def attention_backward_bias(
     elif cols_out == 1:
         tl.store(dbias_ptr + rows, tl.sum(dbias, 1), mask=rows < rows_out)
     else:
-        at = dbias_ptr + rows.to(tl.int64)[:, None] * cols_out + cols[None, :]
-        tl.store(at, dbias, mask=(rows < rows_out)[:, None] & (cols < cols_out)[None, :])
+        dbias_at = dbias_ptr + rows.to(tl.int64)[:, None] * cols_out + cols[None, :]
+        tl.store(dbias_at, dbias, mask=(rows < rows_out)[:, None] & (cols < cols_out)[None, :])

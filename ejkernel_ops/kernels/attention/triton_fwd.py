@@ -26,26 +26,30 @@ def attention_forward(
     ranges_ptr, out_ptr, lse_ptr, spec: tl.constexpr,
 ):  # fmt: skip
     """Output `(batch, q_len, heads, v_dim)` and log-sum-exp `(batch, q_len, heads)`."""
-    num_blocks: tl.constexpr = (spec.q_len + spec.block_q - 1) // spec.block_q
+    block_q: tl.constexpr = spec.block_q
+    block_kv: tl.constexpr = spec.block_kv
+    block_d: tl.constexpr = spec.block_d
+    block_e: tl.constexpr = spec.block_e
+    num_blocks: tl.constexpr = (spec.q_len + block_q - 1) // block_q
     pid = tl.program_id(0)
     block = pid % num_blocks
     if spec.right >= 0:  # the last queries see most: they start first
         block = num_blocks - 1 - block
     head, batch = pid // num_blocks % spec.heads, (pid // (num_blocks * spec.heads)).to(tl.int64)
     kv_head = head // (spec.heads // spec.kv_heads)
-    first_row = block * spec.block_q
-    rows = first_row + tl.arange(0, spec.block_q)
-    d, e = tl.arange(0, spec.block_d), tl.arange(0, spec.block_e)
+    first_row = block * block_q
+    rows = first_row + tl.arange(0, block_q)
+    d, e = tl.arange(0, block_d), tl.arange(0, block_e)
     row_at = (batch * spec.q_len + rows) * spec.heads + head
 
     offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
-    last_row = tl.minimum(first_row + spec.block_q, spec.q_len) - 1
+    last_row = tl.minimum(first_row + block_q, spec.q_len) - 1
     begin, end, inner_begin, inner_end = key_limits(first_row, last_row, offset, kv_len, spec)
     ranges_ptr += (batch * num_blocks + block) * 4
-    first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, spec.block_kv, spec)
+    first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, block_kv, spec)
 
-    at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
-    q = load_tile(at, rows[:, None], d[None, :], spec.q_len, spec.head_dim, spec.q_len % spec.block_q != 0,
+    q_at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
+    q = load_tile(q_at, rows[:, None], d[None, :], spec.q_len, spec.head_dim, spec.q_len % block_q != 0,
                   spec.padded_d)  # fmt: skip
     k_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.head_dim
     v_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.v_dim
@@ -55,44 +59,43 @@ def attention_forward(
     if spec.has_ids:
         q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
 
-    acc = tl.zeros([spec.block_q, spec.block_e], tl.float32)
-    top = tl.full([spec.block_q], -INF, tl.float32)
-    total = tl.zeros([spec.block_q], tl.float32)
+    acc = tl.zeros([block_q, block_e], tl.float32)
+    top = tl.full([block_q], -INF, tl.float32)
+    total = tl.zeros([block_q], tl.float32)
     for phase in tl.static_range(3):
         if spec.key_phases[phase]:
-            masked = phase != 1
             lower, upper = phase_of(phase, first, inner, outer, last)
             for j in range(lower, upper):
-                cols = j * spec.block_kv + tl.arange(0, spec.block_kv)
+                cols = j * block_kv + tl.arange(0, block_kv)
                 # Keys that no query of the block sees may hold anything: they are not loaded.
                 unseen = cols
-                if masked and spec.left >= 0:
+                if phase != 1 and spec.left >= 0:
                     unseen = tl.where(cols < begin, spec.kv_len, unseen)
-                if masked and spec.has_ids:
+                if phase != 1 and spec.has_ids:
                     kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < end, other=-1)
                     unseen = tl.where(kv_ids < 0, spec.kv_len, unseen)
-                at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
-                k = load_tile(at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, masked)
+                k_at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
+                k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, phase != 1)
                 products = tl.dot(q, k, input_precision=spec.precision)
-                scores, _ = logits(products, bias_ptr, rows[:, None], cols[None, :], spec)
-                if masked:
+                scores, _slope = logits(products, bias_ptr, rows[:, None], cols[None, :], spec)
+                if phase != 1:
                     seen = visible(
                         rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_ptr, spec
                     )
                     scores = tl.where(seen, scores, -INF)
                 new = tl.maximum(top, tl.max(scores, 1) * spec.factor)
                 finite = new
-                if masked or spec.has_bias:  # of a row that has seen nothing yet
+                if phase != 1 or spec.has_bias:  # of a row that has seen nothing yet
                     finite = tl.where(new == -INF, 0.0, new)
                 probs = tl.exp2(scores * spec.factor - finite[:, None])
                 fade = tl.exp2(top - finite)
                 total = total * fade + tl.sum(probs, 1)
                 if spec.threshold > 0:
-                    keep = kept(seed_ptr + batch * 2, head, first_row, j * spec.block_kv, spec)
+                    keep = kept(seed_ptr + batch * 2, head, first_row, j * block_kv, spec)
                     probs = tl.where(keep, probs, 0.0)
                 acc = acc * fade[:, None]
-                at = v_ptr + cols[:, None] * (spec.kv_heads * spec.v_dim) + e[None, :]
-                v = load_tile(at, unseen[:, None], e[None, :], end, spec.v_dim, masked, spec.padded_e)
+                v_at = v_ptr + cols[:, None] * (spec.kv_heads * spec.v_dim) + e[None, :]
+                v = load_tile(v_at, unseen[:, None], e[None, :], end, spec.v_dim, phase != 1, spec.padded_e)
                 acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=spec.precision)
                 top = new
 
@@ -105,7 +108,7 @@ def attention_forward(
     empty = total == 0
     safe = tl.where(empty, 1.0, total)
     acc = acc * (1.0 / (safe * spec.keep))[:, None]
-    at = out_ptr + row_at[:, None] * spec.v_dim + e[None, :]
-    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(rows < spec.q_len)[:, None] & (e < spec.v_dim)[None, :])
+    out_at = out_ptr + row_at[:, None] * spec.v_dim + e[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=(rows < spec.q_len)[:, None] & (e < spec.v_dim)[None, :])
     lse = tl.where(empty, -INF, (top + tl.log2(safe)) / LOG2E)
     tl.store(lse_ptr + row_at, lse, mask=rows < spec.q_len)

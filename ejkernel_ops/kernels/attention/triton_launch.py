@@ -49,11 +49,12 @@ def backward(arrays: tuple, out: Any, lse: Any, dout: Any, dlse: Any, needs: tup
     query, key, value, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed = _visible_keys(arrays)
     need_q, need_k, need_v, need_bias, need_sinks = needs
     optional = _given(query, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, seed)
-    launch = dict(num_warps=params.num_warps, num_stages=params.num_stages)
     dq = dk = dv = dbias = dsinks = None
     if need_k or need_v:
+        launch = dict(num_warps=params.num_warps, num_stages=params.num_stages)
         dk, dv = _keys(query, key, value, optional, (dout, lse2, delta), (q_ids, kv_ids), spec, launch)
     if need_q:
+        launch = dict(num_warps=params.num_warps_mn, num_stages=params.num_stages_mn)
         tiles = dataclasses.replace(spec, block_q=params.blocksize_m, block_kv=params.blocksize_n)
         dq = _queries(query, key, value, optional, (dout, lse2, delta), (q_ids, kv_ids), tiles, launch)
     if need_bias:

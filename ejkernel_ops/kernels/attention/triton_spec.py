@@ -63,6 +63,11 @@ class TritonSpec:
         return self.block_e != self.v_dim
 
     @property
+    def ragged_q(self) -> bool:
+        """Whether the last block of queries is not full."""
+        return self.q_len % self.block_q != 0
+
+    @property
     def key_phases(self) -> tuple[bool, bool, bool]:
         """Of the key blocks of some queries: whether some may need a mask before, none, and some after the others."""
         any_side = self.has_ids or self.has_mask
@@ -73,7 +78,7 @@ class TritonSpec:
     def query_phases(self) -> tuple[bool, bool, bool]:
         """The same of the query blocks of some keys."""
         any_side = self.has_ids or self.has_mask
-        after = self.left >= 0 or self.q_len % self.block_q != 0
+        after = self.left >= 0 or self.ragged_q
         return self.right >= 0 or self.has_ids, not self.has_mask, after or any_side
 
 

@@ -26,6 +26,15 @@ def load_tile(at, rows, cols, num_rows, num_cols, ROWS: tl.constexpr, COLS: tl.c
 
 
 @triton.jit
+def load_rows(at, rows, num_rows, CHECKED: tl.constexpr):
+    """Numbers of some rows, with zeros where `rows` lie outside; not checked where they cannot."""
+    if CHECKED:
+        return tl.load(at, mask=rows < num_rows, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
 def logits(products, bias_ptr, rows, cols, spec: tl.constexpr):
     """Logits of a tile, and the slope of the soft cap; without cap and bias the products, which `factor` scales."""
     slope = 1.0
@@ -129,9 +138,11 @@ def phase_of(phase: tl.constexpr, first, inner, outer, last):
 @triton.jit
 def kept(seed_ptr, head, first_row, first_col, spec: tl.constexpr):
     """Which probabilities of a tile of queries by keys dropout keeps: `keep_bits` of `dropout.py`, bit for bit."""
-    rows = (first_row + tl.arange(0, spec.block_q)).to(tl.uint32)[:, None]
-    quads = (first_col // 4 + tl.arange(0, spec.block_kv // 4)).to(tl.uint32)[None, :]
-    zeros = tl.zeros([spec.block_q, spec.block_kv // 4], tl.uint32)
+    block_q: tl.constexpr = spec.block_q
+    block_kv: tl.constexpr = spec.block_kv
+    rows = (first_row + tl.arange(0, block_q)).to(tl.uint32)[:, None]
+    quads = (first_col // 4 + tl.arange(0, block_kv // 4)).to(tl.uint32)[None, :]
+    zeros = tl.zeros([block_q, block_kv // 4], tl.uint32)
     c0, c1, c2, c3 = quads + zeros, rows + zeros, head.to(tl.uint32) + zeros, zeros
     k0, k1 = tl.load(seed_ptr), tl.load(seed_ptr + 1)
     for _ in tl.static_range(10):
@@ -140,4 +151,4 @@ def kept(seed_ptr, head, first_row, first_col, spec: tl.constexpr):
         c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
         k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
     words = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # word 2 a + b of a quad at [:, quad, a, b]
-    return tl.reshape(words, [spec.block_q, spec.block_kv]) >= spec.threshold
+    return tl.reshape(words, [block_q, block_kv]) >= spec.threshold

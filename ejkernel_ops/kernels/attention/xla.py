@@ -32,6 +32,7 @@ class Statics:
     logits_soft_cap: float | None
     dropout_rate: float
     precision: Any
+    deterministic: bool = True
 
 
 @dataclasses.dataclass

@@ -1,0 +1,385 @@
+"""Attention on cuDNN, both directions, through the primitives under `jax.nn.dot_product_attention`.
+
+The public function rounds the log-sum-exp to 16 bits, and has no backward pass from a saved one; the private primitives
+do. `unsupported` says what cuDNN has no form for. What it has a form for but promises nothing about (queries that see
+nothing, NaN in keys that nobody sees, biases of -inf) is put in order before and after it.
+
+Source: `jax/_src/cudnn/fused_attention_stablehlo.py` (Apache-2.0) for the operands; limits from there and from the
+checks of NVIDIA's cudnn-frontend (MIT).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .arrange import unseen_by_mask
+from .xla import Statics
+
+# The bias of a key that is hidden, and the least of one that is not: far apart, so that a hidden key weighs nothing
+# even where all others have the least. Both are in float16's range, and small: cuDNN makes NaN of -inf, and of large
+# numbers, whose difference after a multiplication by log2(e) is off by their last bit. A query that sees only keys of a
+# lesser bias, such as a row of padding, attends among them by its logits alone.
+_HIDDEN, _LEAST = -32768.0, -16384.0
+_NEVER = 1e30  # a log-sum-exp from which every probability is 0
+_NEG_INF = -float("inf")
+
+# 9.10.0 and 9.10.1 have known bugs, earlier ones no window beside a bias; compute capability 10.3 needs 9.11.
+_CUDNN = 91100
+_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+_ARRAYS = (
+    "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v"
+)  # fmt: skip
+_USED = (
+    "_dot_product_attention_fwd_cuda_lowering", "_dot_product_attention_bwd_cuda_lowering", "check_cudnn_version",
+    "_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p", "AttentionLayout.BTNH", "MaskType.NO_MASK",
+    "MaskType.CAUSAL", "MaskType.PADDING", "MaskType.PADDING_CAUSAL",
+)  # fmt: skip
+_RESIDUALS = ("activation", "fwd_output", "grad_output")
+_PARAMS = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length"}
+_SINCE_0_12 = {"score_mod_name", "score_mod_jaxpr"}
+
+
+def forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    kv_lengths: jax.Array | None,
+    statics: Statics,
+) -> tuple[jax.Array, jax.Array]:
+    """Output in the type of `query`, and float32 log-sum-exp `(batch, q_len, num_heads)`; for what is eligible."""
+    arrays, params = _operands(query, key, value, bias, mask, kv_lengths, statics)
+    out, stats = _bind("fwd", arrays, is_training=True, **params)
+    lse = stats.transpose(0, 2, 1)
+    live = _live(query.shape[1], key.shape[1], bias, mask, kv_lengths, statics)
+    if live is None:
+        return out, lse
+    return jnp.where(live[..., None], out, jnp.zeros_like(out)), jnp.where(live, lse, _NEG_INF)
+
+
+def backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    kv_lengths: jax.Array | None,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    needs: Sequence[bool],
+    statics: Statics,
+) -> tuple[jax.Array | None, ...]:
+    """Gradients of query, key, value and bias, `None` where `needs` is false.
+
+    `out` and `lse` may come from any back end; a bias gradient is in float32.
+    """
+    if not (bias is None and mask is None and kv_lengths is None):
+        # A query that sees nothing has a log-sum-exp of -inf. What it holds, NaN included, makes no gradient.
+        live = lse > _NEG_INF
+        query, dout = (jnp.where(live[..., None], x, jnp.zeros_like(x)) for x in (query, dout))
+        lse = jnp.where(live, lse if bias is None else jnp.maximum(lse, _LEAST), _NEVER)
+    need_q, need_k, need_v, need_bias = (bool(need) for need in needs[:4])
+    need_bias = need_bias and bias is not None
+    arrays, params = _operands(query, key, value, bias, mask, kv_lengths, statics, need_bias)
+    residuals = lse.astype(jnp.float32).transpose(0, 2, 1), out.astype(query.dtype), dout.astype(query.dtype)
+    dq, dk, dv, *dbias = _bind("bwd", (*arrays, *residuals), **params)
+    return (
+        dq if need_q else None,
+        _lengthened(dk, key.shape[1], 1) if need_k else None,
+        _lengthened(dv, key.shape[1], 1) if need_v else None,
+        _bias_gradient(dbias[0], bias, key.shape[1]) if need_bias and bias is not None else None,
+    )
+
+
+def unsupported(
+    arrays: Mapping[str, Any], statics: Statics, *, backward: bool, deterministic: bool = False
+) -> str | None:
+    """Why cuDNN cannot do a call; `None` where it can.
+
+    Args:
+        arrays: the operands by name, `None` where there is none: `query, key, value, bias, mask, q_offset,
+            q_segment_ids, kv_segment_ids, kv_lengths, sinks`, and of a backward call `dlse`.
+        statics: the other arguments.
+        backward: whether it is the gradient that is computed.
+        deterministic: whether gradients must have the same bits in each run.
+    """
+    return (
+        _unsupported_arguments(arrays, statics, backward, deterministic)
+        or _unsupported_shapes(arrays, statics, backward)
+        or _unsupported_band(arrays, statics)
+        or _unsupported_machine(arrays["query"].shape[3], backward)
+    )
+
+
+def _unsupported_arguments(
+    arrays: Mapping[str, Any], statics: Statics, backward: bool, deterministic: bool
+) -> str | None:
+    given = {name for name, x in arrays.items() if x is not None}
+    limits = (
+        (statics.logits_soft_cap is not None, "cuDNN has no soft cap of logits"),
+        (statics.dropout_rate > 0, "cuDNN's dropout draws other bits than the other back ends"),
+        (
+            statics.softmax_scale <= 0,
+            f"softmax_scale is {statics.softmax_scale}: cuDNN is used with positive ones only",
+        ),
+        ("sinks" in given, "cuDNN in JAX has no sinks"),
+        (bool(given & {"q_segment_ids", "kv_segment_ids"}), "segment ids have no form in cuDNN; a mask has"),
+        ("q_offset" in given, "q_offset is an array: cuDNN's first query is at a position known in advance"),
+        (backward and "dlse" in given, "cuDNN has no gradient through the log-sum-exp"),
+        (
+            backward and deterministic,
+            "cuDNN adds gradients up in an order that varies between runs; pass deterministic=False to allow it",
+        ),
+    )
+    return _first(limits)
+
+
+def _unsupported_shapes(arrays: Mapping[str, Any], statics: Statics, backward: bool) -> str | None:
+    query, key, value, bias = (arrays[name] for name in ("query", "key", "value", "bias"))
+    (batch, q_len, heads, head_dim), v_dim = query.shape, value.shape[3]
+    kv_len, dense = _keys_in_reach(q_len, key.shape[1], statics), not (bias is None and arrays["mask"] is None)
+    limits = (
+        (query.dtype not in (jnp.bfloat16, jnp.float16), f"cuDNN takes bfloat16 and float16, these are {query.dtype}"),
+        (
+            getattr(bias, "dtype", query.dtype) != query.dtype,
+            f"cuDNN takes a bias in the type of query, {query.dtype}, and this one is {getattr(bias, 'dtype', None)}",
+        ),
+        (v_dim != head_dim, f"cuDNN needs one head_dim; query has {head_dim} and value {v_dim}"),
+        (head_dim % 8 != 0, f"cuDNN needs a head_dim that is a multiple of 8, this is {head_dim}"),
+        (0 in (batch, q_len, kv_len, heads, head_dim), "an array is empty"),
+        (backward and q_len == kv_len == 1, "cuDNN has no gradient of one query and one key"),
+        (
+            backward and dense and (q_len % 2 != 0 or kv_len % 2 != 0),
+            f"cuDNN's gradient with a bias or mask needs even lengths, these are {q_len} and {kv_len}",
+        ),
+    )
+    return _first(limits)
+
+
+def _unsupported_band(arrays: Mapping[str, Any], statics: Statics) -> str | None:
+    q_len, kv_len = arrays["query"].shape[1], arrays["key"].shape[1]
+    left, right = _band(q_len, kv_len, statics)
+    if left is None and right is None:
+        return None
+    limits = (
+        (
+            statics.static_offset != 0,
+            f"q_offset is {statics.static_offset}: cuDNN in JAX puts the first query at the first key",
+        ),
+        (right != 0, "cuDNN takes a window only where no query sees a later key"),
+        (
+            left is not None and q_len > kv_len,
+            f"cuDNN takes a window only for at most as many queries as keys, these are {q_len} and {kv_len}",
+        ),
+    )
+    return _first(limits)
+
+
+def _unsupported_machine(head_dim: int, backward: bool) -> str | None:
+    machine = _machine()
+    if isinstance(machine, str):
+        return machine
+    capability, version = machine
+    major = capability[0]
+    # Hopper alone has gradients beyond 128; Ampere neither direction.
+    most = 256 if major == 9 or (major > 9 and not backward) else 128
+    have = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    limits = (
+        (major < 8, f"cuDNN's attention needs compute capability 8.0, this GPU has {'.'.join(map(str, capability))}"),
+        (
+            version < _CUDNN,
+            f"cuDNN is {have}, 9.11 is needed: install a newer nvidia-cudnn-cu13 (or -cu12) from where jax came from",
+        ),
+        (head_dim > most, f"cuDNN needs a head_dim of at most {most} here, this is {head_dim}"),
+    )
+    return _first(limits)
+
+
+def _first(limits: Sequence[tuple[bool, str]]) -> str | None:
+    """The reason of the first limit that is not kept."""
+    return next((reason for broken, reason in limits if broken), None)
+
+
+def missing() -> str | None:
+    """What this process lacks to use cuDNN at all; `None` where it lacks nothing."""
+    machine = _machine()
+    return machine if isinstance(machine, str) else None
+
+
+def _machine() -> tuple[tuple[int, ...], int] | str:
+    """Compute capability of this process's GPU and version of its cuDNN, or what is missing."""
+    module = private_module()
+    if isinstance(module, str):
+        return module
+    try:
+        capability = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "")
+    except RuntimeError:
+        return "cuDNN needs an NVIDIA GPU, and this process has no GPU"
+    if not re.fullmatch(r"\d+\.\d+", capability):
+        return "cuDNN needs an NVIDIA GPU"
+    try:
+        version = module.check_cudnn_version()
+    except RuntimeError as error:
+        return f"cuDNN is not found ({error}); install jax with its extra cuda13 or cuda12"
+    return tuple(map(int, capability.split("."))), version
+
+
+@functools.cache
+def private_module() -> ModuleType | str:
+    """JAX's private module with the primitives, or why it cannot be used with this JAX."""
+    differs = f"jax {jax.__version__} differs inside from 0.10.2 to 0.12, which cuDNN attention is written for"
+    try:
+        module = importlib.import_module(_MODULE)
+        fwd, bwd, *_ = operator.attrgetter(*_USED)(module)
+    except (ImportError, AttributeError) as error:
+        return f"{differs}: {error}"
+    for lowering, arrays, params in ((fwd, _ARRAYS, {*_PARAMS, "is_training"}), (bwd, _ARRAYS + _RESIDUALS, _PARAMS)):
+        names = tuple(inspect.signature(lowering).parameters)[1:]  # after the context
+        rest = set(names[len(arrays) :]) - {"score_mod_args"} - _SINCE_0_12
+        if names[: len(arrays)] != arrays or rest != params:
+            return f"{differs}: its primitives take {', '.join(names)}"
+    return module
+
+
+def _bind(direction: str, arrays: Sequence[jax.Array], **params: Any) -> Sequence[jax.Array]:
+    """Binds a primitive; those that partition themselves are left out, since a call is local to a device already."""
+    module = private_module()
+    if isinstance(module, str):
+        raise NotImplementedError(module)
+    taken = inspect.signature(getattr(module, f"_dot_product_attention_{direction}_cuda_lowering")).parameters
+    newer = dict.fromkeys(name for name in sorted(_SINCE_0_12) if name in taken)
+    params["mask_type"] = module.MaskType[params["mask_type"]]
+    layout = module.AttentionLayout.BTNH.value
+    return getattr(module, f"_dot_product_attention_{direction}_p").bind(*arrays, layout=layout, **params, **newer)
+
+
+def _operands(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    kv_lengths: jax.Array | None,
+    statics: Statics,
+    need_bias: bool = False,
+) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    """The arrays and parameters that both primitives take."""
+    batch, q_len = query.shape[:2]
+    left, right = _band(q_len, key.shape[1], statics)
+    kv_len = _keys_in_reach(q_len, key.shape[1], statics)
+    key, value = key[:, :kv_len], value[:, :kv_len]
+    bias, mask = (None if x is None else x[..., :kv_len] for x in (bias, mask))
+    seen = _seen_keys(key.shape[2], kv_len, mask, kv_lengths)
+    if seen is not None:  # what the others hold, NaN included, must not reach a product
+        key, value = (jnp.where(seen[..., None], x, jnp.zeros_like(x)) for x in (key, value))
+    tile = _tile(bias, mask, (q_len, kv_len), query.dtype)
+    unused = jnp.zeros((0,), query.dtype)
+    lengths = (unused, unused)
+    if (
+        kv_lengths is not None
+    ):  # one key at least, for a length of 0 is none to cuDNN: its key is 0, its row not `_live`
+        lengths = jnp.full((batch,), q_len, jnp.int32), jnp.clip(kv_lengths, 1, kv_len).astype(jnp.int32)
+    kind = ("PADDING_" if kv_lengths is not None else "") + ("CAUSAL" if right == 0 else "")
+    params = {
+        "scale": float(statics.softmax_scale),
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (tile is not None, need_bias),
+        "mask_type": kind.removesuffix("_") or "NO_MASK",
+        "sliding_window_length": None if left is None else left + 1,  # cuDNN counts the query's own key
+    }
+    return (query, key, value, unused if tile is None else tile, *lengths, unused, unused, unused, unused), params
+
+
+def _band(q_len: int, kv_len: int, statics: Statics) -> tuple[int | None, int | None]:
+    """How many keys before and after its own a query sees; `None` on a side where that hides none."""
+    offset = statics.static_offset or 0
+    left, right = statics.sliding_window or (None, None)
+    right = 0 if statics.causal else right
+    if left is not None and offset + q_len - 1 <= left:
+        left = None
+    if right is not None and offset + right >= kv_len - 1:
+        right = None
+    return left, right
+
+
+def _keys_in_reach(q_len: int, kv_len: int, statics: Statics) -> int:
+    """How many keys causality leaves to the last query: cuDNN multiplies some of the others by 0, which keeps NaN."""
+    return min(q_len, kv_len) if _band(q_len, kv_len, statics)[1] == 0 else kv_len
+
+
+def _seen_keys(kv_heads: int, kv_len: int, mask: jax.Array | None, kv_lengths: jax.Array | None) -> jax.Array | None:
+    """Keys that a query may see by each mask alone, broadcastable to `(batch, kv_len, kv_heads)`; `None`: all."""
+    seen = None if mask is None else ~unseen_by_mask(mask, kv_heads)
+    if kv_lengths is not None:
+        within = jnp.arange(kv_len)[:, None] < kv_lengths[:, None, None]
+        seen = within if seen is None else seen & within
+    return seen
+
+
+def _allowed(bias: jax.Array | None, mask: jax.Array | None) -> jax.Array | None:
+    """What bias and mask let a query see; a bias of -inf hides as a mask does."""
+    if bias is None:
+        return mask
+    finite = bias != _NEG_INF
+    return finite if mask is None else finite & mask
+
+
+def _tile(bias: jax.Array | None, mask: jax.Array | None, lengths: tuple[int, int], dtype: Any) -> jax.Array | None:
+    """Bias and mask as one bias, which cuDNN broadcasts over batch and heads alone."""
+    allowed = _allowed(bias, mask)
+    if allowed is None:
+        return None
+    shown = jnp.zeros((), dtype) if bias is None else jnp.maximum(bias, jnp.asarray(_LEAST, dtype))
+    tile = jnp.where(allowed, shown, jnp.asarray(_HIDDEN, dtype))
+    return jnp.broadcast_to(tile, (*tile.shape[:2], *lengths))
+
+
+def _live(
+    q_len: int,
+    kv_len: int,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    kv_lengths: jax.Array | None,
+    statics: Statics,
+) -> jax.Array | None:
+    """Queries that see a key, broadcastable to `(batch, q_len, num_heads)`; `None`: all do in any case."""
+    allowed = _allowed(bias, mask)
+    if allowed is None and kv_lengths is None:
+        return None
+    left, right = _band(q_len, kv_len, statics)
+    rows, cols = jnp.arange(q_len)[:, None], jnp.arange(kv_len)
+    parts = [
+        allowed,
+        None if kv_lengths is None else cols < kv_lengths[:, None, None, None],
+        None if left is None else cols >= rows - left,
+        None if right is None else cols <= rows,
+    ]
+    seen = functools.reduce(jnp.logical_and, [part for part in parts if part is not None])
+    return seen.any(-1).swapaxes(1, 2)
+
+
+def _lengthened(x: jax.Array, length: int, axis: int) -> jax.Array:
+    """Zeros for the keys that were out of reach."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    return jnp.pad(x, widths) if length > x.shape[axis] else x
+
+
+def _bias_gradient(dtile: jax.Array, bias: jax.Array, kv_len: int) -> jax.Array:
+    """Sums a tile's gradient over the axes that the bias broadcasts."""
+    summed = [axis for axis, length in enumerate(bias.shape) if length == 1]
+    total = dtile.astype(jnp.float32).sum(summed, keepdims=True)
+    return total if bias.shape[3] == 1 else _lengthened(total, kv_len, 3)

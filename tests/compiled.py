@@ -1,0 +1,110 @@
+"""Compiles the Triton kernels of a call for a GPU that need not be there, and reads what the compiler made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_POINTERS = {
+    "bfloat16": "*bf16",
+    "float16": "*fp16",
+    "float32": "*fp32",
+    "int32": "*i32",
+    "uint32": "*u32",
+    "bool": "*i1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One kernel of a call, as it would be launched."""
+
+    kernel: Any
+    types: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    num_warps: int
+    num_stages: int
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What became of it: registers of a thread, bytes of spills and of shared memory, products on tensor cores."""
+
+    registers: int
+    spills: int
+    shared: int
+    wgmma: bool
+    mma: bool
+
+
+def launches(run: Callable, *operands: Any) -> list[Launch]:
+    """The launches of a function of arrays, which is traced only; it takes `triton_call` from `triton_launch`."""
+    from ejkernel_ops.kernels.attention import triton_launch
+
+    found: list[Launch] = []
+
+    def record(kernel, *operands, out_types, grid, num_warps, num_stages, name, **constants):
+        types = tuple(_POINTERS[x.dtype.name] for x in (*operands, *out_types))
+        found.append(Launch(kernel, types, tuple(constants.items()), num_warps, num_stages, name))
+        return [jnp.zeros(t.shape, t.dtype) for t in out_types]
+
+    kept, triton_launch.triton_call = triton_launch.triton_call, record
+    try:
+        jax.eval_shape(run, *operands)
+    finally:
+        triton_launch.triton_call = kept
+    return found
+
+
+@functools.cache
+def compiled(launch: Launch, capability: int = 90) -> Compiled:
+    """Compiles a launch for a compute capability, 80 or 90."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = launch.kernel.arg_names
+    signature = dict(zip(names, launch.types)) | {name: "constexpr" for name, _ in launch.constants}
+    attrs = {(i,): [["tt.divisibility", 16]] for i in range(len(launch.types))}
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=dict(launch.constants), attrs=attrs)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        try:
+            made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        finally:
+            del os.environ["TRITON_CACHE_DIR"]
+        registers, spills = _assembled(
+            made.asm["ptx"], f"sm_{capability}{'a' if capability == 90 else ''}", Path(cache)
+        )
+    text = made.asm["ptx"]
+    return Compiled(registers, spills, made.metadata.shared, "wgmma.mma_async" in text, "mma.sync" in text)
+
+
+def _assembled(text: str, arch: str, folder: Path) -> tuple[int, int]:
+    """Registers of a thread and bytes of spill stores."""
+    import triton
+
+    path = folder / "kernel.ptx"
+    path.write_text(text)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    command = [str(tool), "-v", f"--gpu-name={arch}", str(path), "-o", str(folder / "kernel.cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return _number(r"Used (\d+) registers", report), _number(r"(\d+) bytes spill stores", report)
+
+
+def _number(pattern: str, report: str) -> int:
+    found = re.search(pattern, report)
+    assert found, report
+    return int(found[1])
