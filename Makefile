@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 CONSTRAINTS := constraints/python$(VERSION).txt
+NODEPS := constraints/nodeps-python$(VERSION).txt
 ifeq ($(wildcard $(CONSTRAINTS)),)
-$(error $(PYTHON) is Python $(VERSION); supported: $(patsubst constraints/python%.txt,%,$(wildcard constraints/*)). Pass PYTHON=python3.12, say)
+$(error $(PYTHON) is Python $(VERSION); supported: $(patsubst constraints/python%.txt,%,$(wildcard constraints/python*)). Pass PYTHON=python3.12, say)
 endif
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 ARGS ?=
@@ -19,9 +20,10 @@ help:
 
 install: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml $(CONSTRAINTS)
+$(VENV)/installed: pyproject.toml $(CONSTRAINTS) $(NODEPS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev$(GPU)]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $(NODEPS)
 	@touch $@
 
 train: install

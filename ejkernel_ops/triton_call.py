@@ -212,7 +212,7 @@ def _version(package: str) -> tuple[int, ...] | None:
         text = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+    return tuple(int(part) for part in re.findall(r"\d+", text or "")[:3])
 
 
 def _wrong_triton() -> str | None:

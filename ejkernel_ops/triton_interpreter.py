@@ -206,8 +206,25 @@ def _reduce(x, axis, combine_fn, keep_dims=False, **_):
     return _Reduction(axis, combine_fn, keep_dims).apply(x)
 
 
+class _Semantic(TritonSemantic):
+    """Triton's rules of types; it broadcasts as NumPy does, which is faster."""
+
+    def broadcast_impl_value(self, lhs, rhs):
+        left, right = (x.handle.data.shape if x.type.is_block() else () for x in (lhs, rhs))
+        if left == right:
+            return lhs, rhs
+        shape = np.broadcast_shapes(left, right)
+        return self._broadcast(lhs, left, shape), self._broadcast(rhs, right, shape)
+
+    def _broadcast(self, x, shape, wanted):
+        if shape == wanted:
+            return x
+        handle = interpreter.TensorHandle(np.broadcast_to(x.handle.data, wanted), x.dtype)
+        return self.tensor(handle, tl.block_type(x.dtype, wanted))
+
+
 _BUILDER = _Builder()
-_SEMANTIC = TritonSemantic(_BUILDER)
+_SEMANTIC = _Semantic(_BUILDER)
 
 
 # Language
@@ -249,9 +266,11 @@ def _changes() -> list[tuple[Any, str, Any]]:
     change(tl.tensor, "__index__", lambda x: int(x.handle.data.item()))
     change(tl.tensor, "T", property(lambda x: tl.trans(x)))
     change(triton.JITFunction, "__call__", _call)
-    # Half of the time otherwise: a tuple's type is a text, and each tensor has two tuples.
+    # Most of the time otherwise: types are made anew, with their names, for each value.
     change(tl.tuple, "__init__", _make_tuple)
     change(tl.tuple, "type", _TUPLE_TYPE)
+    change(tl.block_type, "__init__", _make_block_type)
+    change(tl.tensor, "__init__", _make_tensor)
     change(interpreter, "_get_np_dtype", numpy_type)
     return list(found.values())
 
@@ -261,16 +280,6 @@ def _builtin(member: Callable) -> Callable:
         return member(*args, **kwargs, _semantic=_SEMANTIC)
 
     return call
-
-
-def _make_tuple(self, args, type=None):
-    self.values = list(args)
-    if type is not None:
-        self.type = type if isinstance(type, tl.core.tuple_type) else tl.core.tuple_type(type)
-
-
-_TUPLE_TYPE = functools.cached_property(lambda self: tl.core._type_for_tuple_values(self.values))
-_TUPLE_TYPE.__set_name__(tl.tuple, "type")
 
 
 def _method(member: triton.JITFunction) -> Callable:
@@ -289,6 +298,44 @@ def _range(start, stop=None, step=1, **_pipelining):
         yield _SEMANTIC.cast(_SEMANTIC.to_tensor(number), kind)
 
 
+def _min(*values):
+    return functools.reduce(tl.minimum, values) if any(isinstance(x, tl.tensor) for x in values) else min(*values)
+
+
+def _max(*values):
+    return functools.reduce(tl.maximum, values) if any(isinstance(x, tl.tensor) for x in values) else max(*values)
+
+
+# Values and their types, faster than Triton's
+
+_SCALAR = tl.tuple([]), tl.constexpr(1)  # shape and size
+_TUPLE_TYPE = functools.cached_property(lambda self: tl.core._type_for_tuple_values(self.values))
+_TUPLE_TYPE.__set_name__(tl.tuple, "type")
+
+
+def _make_tuple(self, args, type=None):
+    self.values = list(args)
+    if type is not None:
+        self.type = type if isinstance(type, tl.core.tuple_type) else tl.core.tuple_type(type)
+
+
+def _make_block_type(self, element_ty, shape):
+    self.shape, self.numel, self.shape_and_size, text = _block(tuple([getattr(size, "value", size) for size in shape]))
+    self.element_ty, self.name = element_ty, f"<{text}, {element_ty.name}>"
+
+
+@functools.lru_cache(maxsize=4096)
+def _block(shape, make=tl.block_type.__init__):
+    one = object.__new__(tl.block_type)
+    make(one, tl.float32, list(shape))
+    return one.shape, one.numel, (tl.tuple([tl.constexpr(n) for n in shape]), tl.constexpr(one.numel)), str(one.shape)
+
+
+def _make_tensor(self, handle, type):
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = type.shape_and_size if type.is_block() else _SCALAR
+
+
 # Source
 
 _FUNCTIONS: dict[types.FunctionType, Callable] = {}
@@ -305,7 +352,7 @@ def _python_function(kernel: triton.JITFunction) -> Callable:
         code = compile(tree, kernel.fn.__code__.co_filename, "exec", flags, dont_inherit=True)
         # A copy, so that nothing is left in the kernel's own module.
         scope = kernel.get_capture_scope() | {
-            "range": _range, "min": tl.minimum, "max": tl.maximum, "_assigned": _assigned, "_condition": _condition,
+            "range": _range, "min": _min, "max": _max, "_assigned": _assigned, "_condition": _condition,
         }  # fmt: skip
         exec(code, scope)
         _FUNCTIONS[kernel.fn] = scope[kernel.fn.__name__]

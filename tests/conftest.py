@@ -23,12 +23,18 @@ def own_selector():
 
 
 def pytest_collection_modifyitems(config, items):
-    """GPU tests run where `EJKERNEL_TEST_GPU=1` says that there is one, those of what a CPU chooses elsewhere."""
+    """GPU tests run where `EJKERNEL_TEST_GPU=1` says that there is one, those of what a CPU chooses elsewhere.
+
+    The compilation of every candidate is asked for with `-m kernels`.
+    """
     on_gpu = os.environ.get("EJKERNEL_TEST_GPU") == "1"
-    absent, reason = ("cpu", "is about CPUs") if on_gpu else ("gpu", "needs a GPU: set EJKERNEL_TEST_GPU=1")
+    skipped = {"cpu": "is about CPUs"} if on_gpu else {"gpu": "needs a GPU: set EJKERNEL_TEST_GPU=1"}
+    if "kernels" not in config.getoption("markexpr"):
+        skipped["kernels"] = "compiles for minutes: make kernels"
     for item in items:
-        if absent in item.keywords:
-            item.add_marker(pytest.mark.skip(reason=reason))
+        for name in skipped:
+            if name in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=skipped[name]))
 
 
 # Shared by tests; none themselves.

@@ -63,6 +63,7 @@ def test_the_call_runs_in_scan_cond_and_remat():
     np.testing.assert_allclose(f(x), 8 * x, rtol=1e-6)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_device_runs_its_shard(check_vma):
     mesh = four_devices()
@@ -86,6 +87,7 @@ def four_devices():
     return jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+@pytest.mark.cpu
 def test_calls_on_several_devices_with_large_operands_do_not_wait_for_each_other():
     x = normal(1 << 20)
     spec = PartitionSpec("x")
@@ -94,6 +96,7 @@ def test_calls_on_several_devices_with_large_operands_do_not_wait_for_each_other
     np.testing.assert_allclose(f(f(x)), x + 6, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cpu
 def test_large_operands_and_many_calls_do_not_wait_for_each_other():
     x = normal(1 << 20)
     f = jax.jit(lambda x: functools.reduce(lambda a, _: added(a, x, block=1 << 18), range(4), x))
@@ -101,6 +104,7 @@ def test_large_operands_and_many_calls_do_not_wait_for_each_other():
     np.testing.assert_allclose(outs[3], 5 * (x + 3), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.cpu
 def test_errors_of_the_interpreter_reach_the_caller():
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"load at x_ptr\[100\], which has 100 elements"):
         added(normal(100), normal(100), shift=1).block_until_ready()
@@ -168,6 +172,7 @@ def test_each_kernel_that_is_interpreted_also_compiles():
     for kernel, operands, out_types, constants in [
         (kernels.arithmetic, (f32, f32), [f32, flags, f32, f32], {"N": 64}),
         (kernels.row_tops, (f32,), [f32], {"ROWS": 4, "COLS": 8}),
+        (kernels.members, (f32,), [f32], {"N": 16}),
         (kernels.philox, (u32,), [u32], {"N": 16, "ROUNDS": 10}),
         (kernels.loops, (i32, f32), [f32], {"STAGES": 2}),
         (kernels.count, (i32,), [f32], {"N": 64, "BINS": 8}),

@@ -83,7 +83,7 @@ def test_the_language_is_left_as_it_was():
     import triton.language as tl
     from triton.runtime import interpreter
 
-    owners = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.tuple, interpreter, type(kernels.add))
+    owners = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.tuple, tl.block_type, interpreter, type(kernels.add))
     before = [dict(vars(owner)) for owner in owners]
     names = set(vars(kernels))
     run(kernels.add, normal(8), normal(8), out=[((8,), F32)], SIZE=8, SHIFT=0, BLOCK=8)
@@ -135,6 +135,12 @@ def test_helpers_return_tuples_and_maxima_pass_over_nan():
     np.testing.assert_array_equal(first[rows], ordered[rows, -1])
     np.testing.assert_array_equal(second[rows], ordered[rows, -2])
     assert np.isnan(first[1])
+
+
+def test_members_of_values_and_builtins():
+    x = normal(16, 16)
+    out = run(kernels.members, x, out=[((3,), F32)], N=16)
+    np.testing.assert_allclose(out, [(x.T * x).sum(), 0.5, 8], rtol=1e-4)
 
 
 def test_random_bits_are_those_of_philox():

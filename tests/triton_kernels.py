@@ -80,6 +80,16 @@ def row_tops(x_ptr, out_ptr, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
+def members(x_ptr, out_ptr, N: tl.constexpr):
+    """What values can do themselves, and Python's `min` and `max`."""
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i[:, None] * N + i[None, :])
+    tl.store(out_ptr, (x.T * x).sum())
+    tl.store(out_ptr + 1, max(x.min(), min(x.max(), 0.5)))
+    tl.store(out_ptr + 2, tl.sum(tl.full([min(N, 8)], 1.0, tl.float32)))
+
+
+@triton.jit
 def philox(seed_ptr, out_ptr, N: tl.constexpr, ROUNDS: tl.constexpr):
     """Random bits of four words for each of `N` counters."""
     c0 = tl.arange(0, N).to(tl.uint32)

@@ -59,6 +59,8 @@ def combine(inv: Any, tiers: Iterable[tuple[str, Any]]) -> Choice:
         missing = "no config" if cfg is None else f"{cfg} leaves fields open"
         raise ConfigError(f"{missing} for {inv!r}: {'; '.join(notes) or 'no tier has one'}. Pass a config to the call")
     _refuse_unread(inv, cfg)
+    if sources.get("backend", "call") != "call":  # it was a choice, and these were not among what it was made of
+        notes += [text for text in kernel.missed(inv) if text not in notes]
     if "call" in sources.values() and kernel.has_rule and (reason := kernel.illegal(inv, cfg)) is not None:
         raise ConfigError(f"config of {kernel.op_id} is {cfg}, which is illegal for {inv!r}: {reason}")
     return Choice(cfg, tuple(sorted(sources.items())), tuple(notes))

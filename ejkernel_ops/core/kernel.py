@@ -247,6 +247,12 @@ class Kernel(Generic[Cfg, Out]):
             return f"{backend} needs a {' or '.join(_WHERE[backend])}, this is a {platform_kind(inv.platform)}{hint}"
         return self.unsupported(inv, backend)
 
+    def missed(self, inv: Invocation) -> list[str]:
+        """Of the back ends for the platform of a call those that cannot do it, as `backend: why`."""
+        kind = platform_kind(inv.platform)
+        reasons = ((b, self.why_not(inv, b)) for b in self.backends if kind in _WHERE[b])
+        return [f"{backend}: {reason}" for backend, reason in reasons if reason is not None]
+
     def state(self) -> str:
         """Instance attributes that a subclass added, as text: they are part of what the kernel is."""
         own = {k: v for k, v in vars(self).items() if k not in _OWN and not isinstance(v, Kernel)}

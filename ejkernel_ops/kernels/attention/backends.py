@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ...core.invocation import Invocation
 from ...triton_call import unavailable
 from ...utils.fingerprint import platform_kind
-from . import cudnn
+from . import cudnn, tiles
 from .xla import Statics
 
 _MOST_DIM = 256
@@ -20,7 +20,7 @@ _INT32 = 2**31
 def unsupported(inv: Invocation, backend: str) -> str | None:
     """Why a back end cannot do a call of attention, either direction; `None` where it can."""
     if backend == "triton":
-        return _unsupported_triton(inv) or unavailable()
+        return _unsupported_triton(inv) or unavailable() or _without_room(inv)
     if backend == "cudnn":
         return cudnn.unsupported(
             inv.arguments, Statics(**inv.kwargs), backward="dout" in inv.arguments,
@@ -48,6 +48,13 @@ def _unsupported_triton(inv: Invocation) -> str | None:
         if x is not None and x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"Triton takes a {name} in bfloat16, float16 or float32, this is {x.dtype}"
     return None
+
+
+def _without_room(inv: Invocation) -> str | None:
+    """Why the smallest tile does not fit the device; `None` where it does."""
+    if "dout" not in inv.arguments:
+        return tiles.illegal_forward(inv, tiles.forward_config(tiles.forward_tiles(inv)[0]).fwd)
+    return tiles.illegal_backward(inv, tiles.backward_config(*tiles.backward_tiles(inv)[0]).bwd)
 
 
 def preferred(inv: Invocation) -> str:

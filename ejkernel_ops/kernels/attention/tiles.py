@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,10 @@ from ...core.invocation import Invocation
 from ...params import BwdParams, FwdParams
 from ...utils.fingerprint import platform_kind
 from .config import AttentionConfig
-from .triton_spec import width
+from .triton_spec import is_exact, width
 
 _HOPPER_SHARED = 232448
-_MOST_REGISTERS, _MOST_REGISTERS_WIDE = 208, 150  # of a thread, for accumulators and scores
+_MOST_REGISTERS = 208  # of a thread, for sums and scores
 _MOST_CANDIDATES = 24
 
 
@@ -46,40 +46,30 @@ def _tiles(*rows: tuple[int, int, int, int]) -> tuple[Tile, ...]:
 # By the width of a head's tile, the best first.
 _FORWARD = {
     64: _tiles(
-        (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4),
-        (128, 128, 8, 3), (128, 128, 4, 2), (128, 64, 8, 4), (64, 32, 4, 4), (128, 32, 4, 4), (64, 32, 4, 2),
+        (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 4), (64, 128, 4, 3),
+        (64, 32, 4, 4), (128, 128, 8, 3),
     ),
     128: _tiles(
-        (64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (128, 64, 8, 4),
-        (64, 32, 4, 3), (128, 32, 8, 4), (64, 128, 4, 2), (64, 32, 4, 4), (128, 64, 8, 2), (64, 32, 4, 2),
+        (64, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3), (128, 64, 8, 4), (64, 32, 4, 3), (64, 64, 4, 2),
+        (128, 128, 8, 2), (64, 32, 4, 2),
     ),
     256: _tiles(
-        (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3), (64, 64, 8, 2), (64, 32, 4, 2), (64, 64, 4, 2),
-        (128, 32, 8, 2), (64, 32, 8, 2), (64, 16, 4, 3), (64, 16, 4, 2),
+        (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2), (64, 16, 4, 3),
+        (64, 16, 4, 2),
     ),
 }  # fmt: skip
 _KEYS = {
-    64: _tiles(
-        (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 4, 3), (32, 64, 4, 3),
-        (32, 64, 4, 2),
-    ),
-    128: _tiles(
-        (64, 64, 4, 2), (64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 3), (32, 128, 8, 2), (32, 64, 4, 2),
-        (16, 64, 4, 2),
-    ),
-    256: _tiles((32, 64, 8, 2), (32, 64, 8, 3), (16, 64, 8, 2), (16, 64, 4, 2), (16, 64, 8, 1)),
-}  # fmt: skip
+    64: _tiles((64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 8, 2), (32, 128, 4, 3), (32, 64, 4, 2)),
+    128: _tiles((64, 64, 4, 2), (64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 3), (32, 64, 4, 2)),
+    256: _tiles((64, 64, 8, 2), (32, 128, 8, 2), (32, 64, 8, 3), (32, 64, 8, 2)),
+}
 _QUERIES = {
-    64: _tiles(
-        (64, 64, 4, 3), (64, 64, 4, 2), (128, 32, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3),
-        (64, 32, 4, 2),
-    ),
-    128: _tiles(
-        (128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2),
-        (64, 16, 4, 2),
-    ),
-    256: _tiles((128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 2), (64, 16, 4, 2), (64, 16, 4, 1)),
-}  # fmt: skip
+    64: _tiles((64, 64, 4, 3), (64, 32, 4, 3), (128, 32, 8, 3), (128, 64, 8, 3), (64, 32, 4, 2)),
+    128: _tiles((128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+    256: _tiles((128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 8, 2)),
+}
+# Products in float32 proper are sums of a thread's own, which holds its part of both operands.
+_EXACT = _tiles((32, 32, 4, 2), (32, 16, 4, 2), (16, 16, 4, 2))
 
 
 def forward_tile(params: FwdParams) -> Tile:
@@ -113,6 +103,14 @@ def backward_config(keys: Tile, queries: Tile) -> AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Needs:
+    """Bytes of shared memory, and registers of a thread for sums and scores."""
+
+    shared: int
+    registers: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Room:
     """What a call leaves room for: the sizes that decide about shared memory and registers of a tile."""
 
@@ -122,6 +120,7 @@ class Room:
     bias: int
     mask: int
     dropout: int
+    exact: bool
     shared: int
 
     @classmethod
@@ -132,41 +131,48 @@ class Room:
         dense = [x is not None and x.shape[2] > 1 and x.shape[3] > 1 for x in (bias, mask)]
         return cls(
             width(query.shape[3]), width(value.shape[3]), itemsize, np.dtype(bias.dtype).itemsize if dense[0] else 0,
-            1 if dense[1] else 0, 1 if inv.kwargs["dropout_rate"] else 0, shared_memory(inv.platform),
+            1 if dense[1] else 0, 1 if inv.kwargs["dropout_rate"] else 0,
+            itemsize == 4 and is_exact(inv.kwargs["precision"]), shared_memory(inv.platform),
         )  # fmt: skip
 
-    def forward_fault(self, tile: Tile) -> str | None:
-        """Why a tile of the forward kernel has no room; `None` where it has."""
-        shared = self.itemsize * (tile.q * self.d + tile.stages * tile.kv * (self.d + self.e)) + self._scores(tile)
-        registers = (tile.q * self.e + 1.5 * tile.q * tile.kv) / (32 * tile.warps)
-        return self._fault(tile, shared, registers)
+    @property
+    def is_wide(self) -> bool:
+        """Whether a head is wider than what registers have ample room for."""
+        return max(self.d, self.e) > 128
 
-    def keys_fault(self, tile: Tile) -> str | None:
-        """The same of the kernel of key and value gradients."""
+    def forward(self, tile: Tile) -> Needs:
+        """What a tile of the forward kernel needs."""
+        shared = self.itemsize * (tile.q * self.d + tile.stages * tile.kv * (self.d + self.e))
+        registers = (tile.q * self.e + 1.5 * tile.q * tile.kv) / (32 * tile.warps)
+        return Needs(shared + self._scores(tile), registers)
+
+    def keys(self, tile: Tile) -> Needs:
+        """What a tile of the kernel of key and value gradients needs."""
         loop = tile.stages * tile.q * (self.d + self.e)
         shared = self.itemsize * (tile.kv * (self.d + self.e) + loop) + 8 * (tile.stages - 1) * tile.q
-        registers = (tile.kv * (self.d + self.e) + 2 * tile.kv * tile.q) / (32 * tile.warps)
-        return self._fault(tile, shared + self._scores(tile), registers, tile.kv)
+        sums = max(self.d, self.e) if self.is_wide else self.d + self.e  # of wide heads one gradient at a time
+        registers = (tile.kv * sums + 2 * tile.kv * tile.q) / (32 * tile.warps)
+        return Needs(shared + self._scores(tile), registers)
 
-    def queries_fault(self, tile: Tile) -> str | None:
-        """The same of the kernel of query gradients."""
-        loop = tile.stages * tile.kv * (self.d + self.e)
-        shared = self.itemsize * (tile.q * (self.d + self.e) + loop)
+    def queries(self, tile: Tile) -> Needs:
+        """What a tile of the kernel of query gradients needs."""
+        shared = self.itemsize * (tile.q + tile.stages * tile.kv) * (self.d + self.e)
         registers = (tile.q * self.d + 2 * tile.q * tile.kv) / (32 * tile.warps)
-        return self._fault(tile, shared + self._scores(tile), registers)
+        return Needs(shared + self._scores(tile), registers)
 
     def _scores(self, tile: Tile) -> int:
         """Shared memory of the tiles of a bias and a mask that are under way, and of dropout's bits."""
         return ((self.bias + self.mask) * (tile.stages - 1) + self.dropout) * tile.q * tile.kv
 
-    def _fault(self, tile: Tile, shared: float, registers: float, rows: int | None = None) -> str | None:
+    def fault(self, tile: Tile, needs: Callable[[Tile], Needs]) -> str | None:
+        """Why a tile has no room, by one of the three formulas; `None` where it has."""
         if fault := _malformed(tile):
             return fault
-        if shared > self.shared:
-            return f"{tile} needs {shared} bytes of shared memory, this device has {self.shared}"
-        wide = max(self.d, self.e) > 128
-        if registers > (_MOST_REGISTERS_WIDE if wide else _MOST_REGISTERS):
-            return f"{tile} needs {registers:.0f} registers of a thread for sums and scores"
+        found = needs(tile)
+        if found.shared > self.shared:
+            return f"{tile} needs {found.shared} bytes of shared memory, this device has {self.shared}"
+        if found.registers > _MOST_REGISTERS:
+            return f"{tile} needs {found.registers:.0f} registers of a thread for sums and scores"
         return None
 
 
@@ -191,15 +197,15 @@ def shared_memory(platform: str | None) -> int:
     return int(getattr(device, "shared_memory_per_block_optin", _HOPPER_SHARED))
 
 
-def _fitting(table: dict[int, tuple[Tile, ...]], room: Room, fault: Any, q_len: int, kv_len: int) -> list[Tile]:
+def _fitting(table: dict[int, tuple[Tile, ...]], room: Room, needs: Any, q_len: int, kv_len: int) -> list[Tile]:
     """The tiles of a table that a call has room for, cut to its lengths, the best first; one at least."""
-    of_width = table[min(256, max(64, room.d, room.e))]
+    of_width = _EXACT if room.exact else table[min(256, max(64, room.d, room.e))]
     cut = [dataclasses.replace(t, q=_cut(t.q, q_len), kv=_cut(t.kv, kv_len)) for t in of_width]
     # No room for any of them, in float32 say: fewer rows, until there is.
     smaller = [Tile(q, kv, 4, stages) for q, kv in ((64, 32), (32, 32), (32, 16), (16, 16)) for stages in (2, 1)]
     smaller = [dataclasses.replace(t, q=_cut(t.q, q_len), kv=_cut(t.kv, kv_len)) for t in smaller]
-    good = list(dict.fromkeys(t for t in cut if fault(t) is None))
-    return good or [t for t in smaller if fault(t) is None][:2] or smaller[-1:]
+    good = list(dict.fromkeys(t for t in cut if room.fault(t, needs) is None))
+    return good or [t for t in smaller if room.fault(t, needs) is None][:2] or smaller[-1:]
 
 
 def _cut(rows: int, length: int) -> int:
@@ -210,14 +216,14 @@ def _cut(rows: int, length: int) -> int:
 def forward_tiles(inv: Invocation) -> list[Tile]:
     """Tiles of the forward kernel for a call, the best first."""
     room = Room.of(inv)
-    return _fitting(_FORWARD, room, room.forward_fault, *_lengths(inv))
+    return _fitting(_FORWARD, room, room.forward, *_lengths(inv))
 
 
 def backward_tiles(inv: Invocation) -> list[tuple[Tile, Tile]]:
     """Pairs of tiles of the two backward kernels, those of the best first; their times add up."""
     room = Room.of(inv)
-    keys = _fitting(_KEYS, room, room.keys_fault, *_lengths(inv))
-    queries = _fitting(_QUERIES, room, room.queries_fault, *_lengths(inv))
+    keys = _fitting(_KEYS, room, room.keys, *_lengths(inv))
+    queries = _fitting(_QUERIES, room, room.queries, *_lengths(inv))
     pairs = sorted((i + j, i, j) for i in range(len(keys)) for j in range(len(queries)))
     return [(keys[i], queries[j]) for _, i, j in pairs]
 
@@ -228,7 +234,10 @@ def _lengths(inv: Invocation) -> tuple[int, int]:
 
 def illegal_forward(inv: Invocation, params: FwdParams) -> str | None:
     """Why the forward kernel cannot run with some parameters; `None` where it can."""
-    return _missing(params, FORWARD_FIELDS) or Room.of(inv).forward_fault(forward_tile(params))
+    if reason := _missing(params, FORWARD_FIELDS):
+        return reason
+    room = Room.of(inv)
+    return room.fault(forward_tile(params), room.forward)
 
 
 def illegal_backward(inv: Invocation, params: BwdParams) -> str | None:
@@ -236,7 +245,7 @@ def illegal_backward(inv: Invocation, params: BwdParams) -> str | None:
     if reason := _missing(params, BACKWARD_FIELDS):
         return reason
     room = Room.of(inv)
-    return room.keys_fault(keys_tile(params)) or room.queries_fault(queries_tile(params))
+    return room.fault(keys_tile(params), room.keys) or room.fault(queries_tile(params), room.queries)
 
 
 def _missing(params: Any, names: Sequence[str]) -> str | None:

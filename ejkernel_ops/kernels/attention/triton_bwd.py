@@ -59,7 +59,7 @@ def attention_backward_kv(
         seen = seen & (cols <= spec.q_len - 1 + offset + spec.right)
     if spec.left >= 0:
         seen = seen & (cols >= offset - spec.left)
-    q_ids, kv_ids = cols, cols
+    kv_ids = cols
     if spec.has_ids:
         kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < spec.kv_len, other=-1)
         seen = seen & (kv_ids >= 0)
@@ -93,6 +93,7 @@ def attention_backward_kv(
                     scores, slope = logits(products, bias_head, rows[None, :], cols[:, None], spec)
                     probs = tl.exp2(scores * spec.factor - lse[None, :])
                     if phase != 1:
+                        q_ids = rows
                         if spec.has_ids:
                             q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
                         tile = visible(rows[None, :], cols[:, None], offset, kv_len, q_ids[None, :], kv_ids[:, None],
@@ -108,25 +109,25 @@ def attention_backward_kv(
                         keep = kept(seed_ptr + batch * 2, head, i * block_q, first_col, spec)
                         keep = tl.trans(keep)
                         weights = tl.where(keep, probs, 0.0)
-                    dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=spec.precision)
-                    dprobs = tl.dot(v, tl.trans(dout), input_precision=spec.precision)
-                    if spec.threshold > 0:
-                        dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
-                    # Loaded no earlier than it is used: registers are short here.
-                    delta = load_rows(delta_ptr + sums + rows, rows, spec.q_len, phase != 1 and spec.ragged_q)
-                    dscores = probs * (dprobs - delta[None, :]) * slope
-                    dk = tl.dot(dscores.to(q.dtype), tl.trans(q), dk, input_precision=spec.precision)
+                    if spec.want_dv:
+                        dv = tl.dot(weights.to(dout.dtype), dout, dv, input_precision=spec.precision)
+                    if spec.want_dk:
+                        dprobs = tl.dot(v, tl.trans(dout), input_precision=spec.precision)
+                        if spec.threshold > 0:
+                            dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
+                        # Loaded no earlier than it is used: registers are short here.
+                        delta = load_rows(delta_ptr + sums + rows, rows, spec.q_len, phase != 1 and spec.ragged_q)
+                        dscores = probs * (dprobs - delta[None, :]) * slope
+                        dk = tl.dot(dscores.to(q.dtype), tl.trans(q), dk, input_precision=spec.precision)
 
-    stored = cols < spec.kv_len
-    if spec.has_lengths or spec.kv_len % block_kv != 0:  # products with zeros may be infinite there
-        dk = tl.where(seen[:, None], dk, 0.0)
-        dv = tl.where(seen[:, None], dv, 0.0)
-    dk_at = dk_ptr + col_at[:, None] * spec.head_dim + d[None, :]
-    tl.store(dk_at, (dk * spec.scale).to(dk_ptr.dtype.element_ty), mask=stored[:, None] & (d < spec.head_dim)[None, :])
-    dv_at = dv_ptr + col_at[:, None] * spec.v_dim + e[None, :]
-    tl.store(
-        dv_at, (dv * (1.0 / spec.keep)).to(dv_ptr.dtype.element_ty), mask=stored[:, None] & (e < spec.v_dim)[None, :]
-    )
+    stored = (cols < spec.kv_len)[:, None]
+    if spec.want_dk:
+        # Of a key that nobody sees the products with zeros may be infinite.
+        dk = tl.where(seen[:, None], dk * spec.scale, 0.0).to(dk_ptr.dtype.element_ty)
+        tl.store(dk_ptr + col_at[:, None] * spec.head_dim + d[None, :], dk, mask=stored & (d < spec.head_dim)[None, :])
+    if spec.want_dv:
+        dv = tl.where(seen[:, None], dv * (1.0 / spec.keep), 0.0).to(dv_ptr.dtype.element_ty)
+        tl.store(dv_ptr + col_at[:, None] * spec.v_dim + e[None, :], dv, mask=stored & (e < spec.v_dim)[None, :])
 
 
 @triton.jit
@@ -171,7 +172,7 @@ def attention_backward_q(
     v_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.v_dim
     bias_ptr += batch * spec.bias_strides[0] + head * spec.bias_strides[1]
     mask_ptr += batch * spec.mask_strides[0] + head * spec.mask_strides[1]
-    q_ids, kv_ids = rows, rows
+    q_ids = rows
     if spec.has_ids:
         q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
 
@@ -181,7 +182,8 @@ def attention_backward_q(
             lower, upper = phase_of(phase, first, inner, outer, last)
             for j in range(lower, upper):
                 cols = j * block_kv + tl.arange(0, block_kv)
-                unseen = cols  # keys that no query of the block sees may hold anything: they are not loaded
+                # Keys that no query of the block sees may hold anything: they are not loaded.
+                unseen, kv_ids = cols, cols
                 if phase != 1 and spec.left >= 0:
                     unseen = tl.where(cols < begin, spec.kv_len, unseen)
                 if phase != 1 and spec.has_ids:

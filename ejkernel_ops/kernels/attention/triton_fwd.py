@@ -55,7 +55,7 @@ def attention_forward(
     v_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.v_dim
     bias_ptr += batch * spec.bias_strides[0] + head * spec.bias_strides[1]
     mask_ptr += batch * spec.mask_strides[0] + head * spec.mask_strides[1]
-    q_ids, kv_ids = rows, rows
+    q_ids = rows
     if spec.has_ids:
         q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
 
@@ -68,7 +68,7 @@ def attention_forward(
             for j in range(lower, upper):
                 cols = j * block_kv + tl.arange(0, block_kv)
                 # Keys that no query of the block sees may hold anything: they are not loaded.
-                unseen = cols
+                unseen, kv_ids = cols, cols
                 if phase != 1 and spec.left >= 0:
                     unseen = tl.where(cols < begin, spec.kv_len, unseen)
                 if phase != 1 and spec.has_ids:

@@ -52,7 +52,9 @@ def backward(arrays: tuple, out: Any, lse: Any, dout: Any, dlse: Any, needs: tup
     dq = dk = dv = dbias = dsinks = None
     if need_k or need_v:
         launch = dict(num_warps=params.num_warps, num_stages=params.num_stages)
-        dk, dv = _keys(query, key, value, optional, (dout, lse2, delta), (q_ids, kv_ids), spec, launch)
+        dk, dv = _keys(
+            query, key, value, optional, (dout, lse2, delta), (q_ids, kv_ids), (need_k, need_v), spec, launch
+        )
     if need_q:
         launch = dict(num_warps=params.num_warps_mn, num_stages=params.num_stages_mn)
         tiles = dataclasses.replace(spec, block_q=params.blocksize_m, block_kv=params.blocksize_n)
@@ -62,19 +64,28 @@ def backward(arrays: tuple, out: Any, lse: Any, dout: Any, dlse: Any, needs: tup
     if need_sinks:
         probs = jnp.exp2(sinks.astype(jnp.float32)[None, :, None] * _LOG2E - lse2)
         dsinks = -(probs * delta).sum((0, 2))
-    return dq, dk if need_k else None, dv if need_v else None, dbias, dsinks
+    return dq, dk, dv, dbias, dsinks
 
 
-def _keys(query, key, value, optional, rows, ids, spec: TritonSpec, launch: dict) -> list[jax.Array]:
+def _keys(query, key, value, optional, rows, ids, needs, spec: TritonSpec, launch: dict) -> list[jax.Array | None]:
+    """Gradients of keys and values, by one kernel; of wide heads by one each, for registers hold one sum only."""
     from .triton_bwd import attention_backward_kv
 
     ranges = block_ranges(ids[1], ids[0], spec.block_kv, spec.block_q)
     batch, kv_len, kv_heads, _ = key.shape
-    return triton_call(
-        attention_backward_kv, query, key, value, *optional, *_given(query, ranges), *rows,
-        out_types=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)],
-        grid=(-(-kv_len // spec.block_kv) * kv_heads * batch,), name="flash_attention_bwd_kv", spec=spec, **launch,
-    )  # fmt: skip
+
+    def run(want_dk: bool, want_dv: bool) -> list[jax.Array]:
+        wanted = ((key, want_dk), (value, want_dv))
+        return triton_call(
+            attention_backward_kv, query, key, value, *optional, *_given(query, ranges), *rows,
+            out_types=[jax.ShapeDtypeStruct(x.shape if want else (1,), x.dtype) for x, want in wanted],
+            grid=(-(-kv_len // spec.block_kv) * kv_heads * batch,), name="flash_attention_bwd_kv",
+            spec=dataclasses.replace(spec, want_dk=want_dk, want_dv=want_dv), **launch,
+        )  # fmt: skip
+
+    if all(needs) and not spec.is_wide:
+        return list(run(True, True))
+    return [run(True, False)[0] if needs[0] else None, run(False, True)[1] if needs[1] else None]
 
 
 def _queries(query, key, value, optional, rows, ids, spec: TritonSpec, launch: dict) -> jax.Array:

@@ -19,7 +19,8 @@ class TritonSpec:
 
     `factor` scales what `logits` returns into base-2 logits, which it is already where `transformed`; `threshold` is
     the least random word that dropout keeps, 0 without dropout; strides are of `(batch, head, query, key)` in
-    elements, 0 along axes that broadcast.
+    elements, 0 along axes that broadcast. `want_dk` and `want_dv` are what the kernel of key and value gradients
+    computes.
     """
 
     q_len: int
@@ -49,8 +50,15 @@ class TritonSpec:
     has_bias: bool
     has_mask: bool
     dead_rows: bool
+    want_dk: bool = True
+    want_dv: bool = True
     bias_strides: tuple[int, int, int, int]
     mask_strides: tuple[int, int, int, int]
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether registers hold the sums of one gradient of keys or values at most."""
+        return max(self.block_d, self.block_e) > 128
 
     @property
     def padded_d(self) -> bool:
@@ -114,7 +122,7 @@ def spec_of(arrays: tuple, statics: Statics, blocks: tuple[int, int]) -> TritonS
         offset=offset,
         threshold=min(int(rate * 2**32), 2**32 - 1) if rate else 0,
         keep=1.0 - rate,
-        precision="ieee" if statics.precision in _IEEE else "tf32",
+        precision="ieee" if is_exact(statics.precision) else "tf32",
         has_offset=q_offset is not None and positions,
         has_ids=q_ids is not None,
         has_lengths=kv_lengths is not None,
@@ -125,6 +133,11 @@ def spec_of(arrays: tuple, statics: Statics, blocks: tuple[int, int]) -> TritonS
         bias_strides=_strides(bias),
         mask_strides=_strides(mask),
     )
+
+
+def is_exact(precision: Any) -> bool:
+    """Whether float32 products are asked for in float32 proper, and not in TF32."""
+    return precision in _IEEE
 
 
 def width(dim: int) -> int:
