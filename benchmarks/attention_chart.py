@@ -229,8 +229,9 @@ def draw(measured: Measured, path: Path) -> None:
                 here = [r for r in grid if r["direction"] == direction and int(r["head_dim"]) == dim]
                 handles |= _panel(axes[line][column], here)
                 axes[line][column].set_title(f"{direction}, head_dim {dim}", fontsize=11)
-        for row in axes:
+        for row, direction in zip(axes, DIRECTIONS):
             row[0].set_ylabel("TFLOP/s")
+            row[0].set_ylim(0, 1.05 * max(float(r["tflops"]) for r in grid if r["direction"] == direction) or 1)
         for ax in axes[-1]:
             ax.set_xlabel("length")
         names = [name for name in STYLES if name in handles]
@@ -240,7 +241,8 @@ def draw(measured: Measured, path: Path) -> None:
         )  # fmt: skip
         about = grid[0]
         figure.suptitle(
-            f"Causal attention, bfloat16, 16384 tokens, 2048 wide: {about['device']}, jax {about['jax']}, {about['date']}",
+            "Causal attention, bfloat16, 16384 tokens, 2048 wide: "
+            f"{about['device']}, jax {about['jax']}, {about['date']}",
             fontsize=12,
         )
         figure.savefig(path, dpi=150, facecolor="white")
@@ -260,7 +262,6 @@ def _panel(axes: Any, rows: list[dict[str, str]]) -> dict[str, Any]:
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
     axes.grid(color="#e4e4e4", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     return handles

@@ -60,7 +60,7 @@ def stock(point: Point, implementation: str) -> Attend:
     )  # fmt: skip
 
 
-def tokamax(point: Point, implementation: str | None) -> Attend:
+def tokamax(point: Point, implementation: str | tuple[str, ...]) -> Attend:
     """tokamax's, with the config that it takes without tuning: its own table's, or its heuristic."""
     library = tokamax_module()
     window = None if point.window is None else (point.window - 1, 0)
@@ -163,7 +163,7 @@ def peers(names: list[str], point: Point) -> list[Contender]:
     """The others that are asked for and may do a point."""
     makers = {
         "cudnn": cudnn,
-        "tokamax": functools.partial(tokamax, implementation=None),
+        "tokamax": functools.partial(tokamax, implementation=("mosaic", "triton")),  # as by default, but for XLA
         "tokamax_triton": functools.partial(tokamax, implementation="triton"),
         "xla": functools.partial(stock, implementation="xla"),
     }

@@ -54,14 +54,18 @@ def invocations(dim=128, length=2048, heads=8, kv_heads=8, v_dim=None, dtype=jnp
 
 def kernels_of(inv, configs):
     """Each kernel of some configs once, with what its tile needs by the formula; without that of a bias's gradient."""
-    found = {}
+    found, room = {}, tiles.Room.of(inv)
     for cfg in configs:
-        room = tiles.Room.of(inv)
-        needs = [room.forward(tiles.forward_tile(cfg.fwd))] if cfg.fwd else [
-            room.keys(tiles.keys_tile(cfg.bwd)), room.queries(tiles.queries_tile(cfg.bwd))
-        ]  # fmt: skip
-        for launch, needed in zip(launches(program(inv, cfg), *inv.operands), needs):
-            found[launch] = needed
+        if cfg.fwd:
+            needs = {"flash_attention": room.forward(tiles.forward_tile(cfg.fwd))}
+        else:
+            needs = {
+                "flash_attention_bwd_kv": room.keys(tiles.keys_tile(cfg.bwd)),
+                "flash_attention_bwd_q": room.queries(tiles.queries_tile(cfg.bwd)),
+            }
+        made = launches(program(inv, cfg), *inv.operands)
+        assert set(needs) <= {launch.name for launch in made}
+        found |= {launch: needs[launch.name] for launch in made if launch.name in needs}
     return found
 
 
@@ -76,7 +80,8 @@ def assert_fit(inv, configs, most_spills=None, capability=90):
         spec = dict(launch.constants)["spec"]
         text = f"{launch.name} {launch.num_warps} warps {launch.num_stages} stages {spec}: {made}, formula {needed}"
         assert made.shared <= min(HOPPER_SHARED, 1.05 * needed.shared), text
-        if inv.arguments["query"].dtype != jnp.float32:  # of which some operands stay in registers
+        # In float32 some operands stay in registers, and of wide heads one gradient needs less than the other.
+        if inv.arguments["query"].dtype != jnp.float32 and not (spec.is_wide and launch.name.endswith("_kv")):
             assert made.shared >= 0.95 * needed.shared, text
         if most_spills is not None:
             assert made.spills <= most_spills, text
@@ -118,7 +123,9 @@ def test_the_heuristic_fits_devices_with_less_shared_memory(monkeypatch, smaller
         for dtype in (jnp.bfloat16, jnp.float32):
             for inv in invocations(dim, dtype=dtype, options=("bias", "mask", "dropout_seed")):
                 cfg = inv.kernel.heuristic_cfg_triton(inv)
-                assert inv.kernel.illegal(inv, cfg) is None, cfg
+                reason = inv.kernel.illegal(inv, cfg)
+                assert reason == inv.kernel.why_not(inv, "triton")
+                assert reason is None or (dim == 256 and dtype == jnp.float32), cfg
 
 
 def test_a_tile_without_room_is_illegal_with_the_reason():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..core.call import Call, call_like
 from ..core.invocation import Invocation
 from ..core.kernel import is_float
 from ..core.primitive import execute
+from ..utils.fingerprint import platform_kind
 
 # The slack beside the error of the plain path: another order of float32 sums, relative to the output's size.
 _MAX_SLACK = 64 * np.finfo(np.float32).eps
@@ -80,6 +82,11 @@ def float32(x: Any) -> Any:
     return x.astype(jnp.float32) if small else x
 
 
+def _quickly(platform: str | None) -> dict[str, Any]:
+    """Options with which XLA compiles sooner: a reference need not be fast, so its products are not tuned."""
+    return {"xla_gpu_autotune_level": 0} if platform_kind(platform) == "gpu" else {}
+
+
 class Reference:
     """What a call should compute for given operands, and how far a plain computation is off.
 
@@ -91,9 +98,9 @@ class Reference:
 
     def __init__(self, inv: Invocation, inputs: Sequence[Any], of: Callable[..., Any] = program):
         cfg = heuristic(inv, "xla" if "xla" in inv.kernel.backends else None)
-        exact = of(_exactly(inv), cfg)
-        self.exact = [_numpy(x) for x in jax.jit(exact)(*map(float32, inputs))]
-        outs = jax.jit(of(inv, cfg))(*inputs)
+        compiled = functools.partial(jax.jit, compiler_options=_quickly(inv.platform))
+        self.exact = [_numpy(x) for x in compiled(of(_exactly(inv), cfg))(*map(float32, inputs))]
+        outs = compiled(of(inv, cfg))(*inputs)
         self.types = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in outs]
         self.plain = [_numpy(x) for x in outs]
 
@@ -102,7 +109,7 @@ class Reference:
         if len(outs) != len(self.exact):
             return f"{len(outs)} outputs, expected {len(self.exact)}"
         for index, (out, exact, plain) in enumerate(zip(outs, self.exact, self.plain)):
-            if reason := _fault(_numpy(out), exact, plain):
+            if reason := _fault(out, exact, plain):
                 return f"output {index}: {reason}"
         return None
 
@@ -111,34 +118,45 @@ def _numpy(x: Any) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x)
 
 
-def _error(x: np.ndarray, exact: np.ndarray) -> np.ndarray:
-    """Absolute differences; equal infinities and equal NaNs differ by 0, unequal ones by infinity."""
-    same = (x == exact) | (np.isnan(x) & np.isnan(exact))
-    finite = np.isfinite(x) & np.isfinite(exact)
-    with np.errstate(invalid="ignore", over="ignore"):
-        return np.where(same, 0.0, np.where(finite, np.abs(x.astype(np.float64) - exact), np.inf))
-
-
-def _fault(out: np.ndarray, exact: np.ndarray, plain: np.ndarray) -> str | None:
+def _fault(out: Any, exact: np.ndarray, plain: np.ndarray) -> str | None:
     if out.shape != exact.shape:
         return f"shape {out.shape}, expected {exact.shape}"
-    if np.issubdtype(exact.dtype, np.complexfloating):
-        out, exact, plain = (np.stack([np.real(x), np.imag(x)]) for x in (out, exact, plain))
-    if not np.issubdtype(exact.dtype, np.floating):
+    if not jnp.issubdtype(exact.dtype, jnp.inexact):
         return None if np.array_equal(out, exact) else "integers differ"
     if out.size == 0:
         return None
+    found = {name: float(value) for name, value in _compare(out, exact, plain).items()}
+    if found["bad"]:
+        return f"{found['bad']:.0f} values are off where the plain computation overflows"
+    limit = 2 * found["max allowed"] + _MAX_SLACK * found["max size"]
+    if not found["max error"] <= limit:
+        return f"largest error {found['max error']:.3g}, allowed {limit:.3g}"
+    limit = 1.5 * found["rms allowed"] + _RMS_SLACK * found["rms size"]
+    return None if found["rms error"] <= limit else f"RMS error {found['rms error']:.3g}, allowed {limit:.3g}"
+
+
+@jax.jit
+def _compare(out: Any, exact: Any, plain: Any) -> dict[str, Any]:
+    """Errors of an output and of the plain one, largest and root mean square, where the device is: numbers are many."""
+    if jnp.issubdtype(exact.dtype, jnp.complexfloating):
+        out, exact, plain = (jnp.stack([x.real, x.imag]) for x in (out, exact, plain))
+    out, exact, plain = (x.astype(jnp.promote_types(exact.dtype, jnp.float32)) for x in (out, exact, plain))
     error, allowed = _error(out, exact), _error(plain, exact)
-    size = np.abs(np.where(np.isfinite(exact), exact, 0.0))
-    overflown = np.isinf(allowed)
-    if overflown.any():  # there a right value is what the plain computation has, or near the exact one
-        bad = overflown & (_error(out, plain) > 0) & (error > _NEAR * size)
-        if bad.any():
-            return f"{bad.sum()} values are off where the plain computation overflows"
-        error, allowed = (np.where(overflown, 0.0, e) for e in (error, allowed))
-    worst, limit = error.max(), 2 * allowed.max() + _MAX_SLACK * size.max()
-    if not worst <= limit:
-        return f"largest error {worst:.3g}, allowed {limit:.3g}"
-    rms = [float(np.sqrt(np.mean(np.square(e)))) for e in (error, allowed, size)]
-    limit = 1.5 * rms[1] + _RMS_SLACK * rms[2]
-    return None if rms[0] <= limit else f"RMS error {rms[0]:.3g}, allowed {limit:.3g}"
+    size = jnp.abs(jnp.where(jnp.isfinite(exact), exact, 0.0))
+    # Where the plain computation overflows, a right value is what it has, or near the exact one.
+    overflown = jnp.isinf(allowed)
+    bad = overflown & (_error(out, plain) > 0) & (error > _NEAR * size)
+    error, allowed = (jnp.where(overflown, 0.0, e) for e in (error, allowed))
+    named = {"error": error, "allowed": allowed, "size": size}
+    return (
+        {"bad": bad.sum()}
+        | {f"max {name}": x.max() for name, x in named.items()}
+        | {f"rms {name}": jnp.sqrt(jnp.mean(jnp.square(x))) for name, x in named.items()}
+    )
+
+
+def _error(x: Any, exact: Any) -> Any:
+    """Absolute differences; equal infinities and equal NaNs differ by 0, unequal ones by infinity."""
+    same = (x == exact) | (jnp.isnan(x) & jnp.isnan(exact))
+    finite = jnp.isfinite(x) & jnp.isfinite(exact)
+    return jnp.where(same, 0.0, jnp.where(finite, jnp.abs(x - exact), jnp.inf))

@@ -1,0 +1,514 @@
+"""`python -m ejkernel_ops doctor`: what is found on a machine, what runs there, and what to do about the rest.
+
+What touches a device does so in child processes, one for each back end: a driver may abort, and is then a finding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import environment
+from .config.selection import heuristic
+from .core.invocation import Invocation
+from .errors import EjkernelError
+from .execution.check import Reference, program
+from .execution.failures import failed, first_line
+from .execution.measure import benchmark
+from .kernels import ATTENTION, ATTENTION_BWD, LINEAR, LINEAR_BWD
+from .kernels.attention import cudnn
+from .utils.text_table import text_table
+
+_PACKAGES = (
+    "ejlayers", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt",
+    "triton", "jax-triton", "flax", "equinox", "numpy",
+)  # fmt: skip
+_SETTINGS = (
+    "JAX_PLATFORMS", "JAX_ENABLE_X64", "XLA_FLAGS", "CUDA_VISIBLE_DEVICES", "TRITON_INTERPRET", "LD_LIBRARY_PATH"
+)  # fmt: skip
+_ON = ("1", "true", "on", "yes", "y")  # to Triton
+_JAX, _JAX_FROM, _JAX_BELOW = "jax>=0.10.2,<0.13", (0, 10, 2), (0, 13)
+_REPORT = "report it with what `python -m ejkernel_ops doctor --json` prints"
+_ADVICE = {"out_of_memory": "free the GPU's memory; `nvidia-smi` lists who holds it"}
+_CHILD_S = 300.0
+_ELIGIBLE = "eligible"  # of a run that is not done yet
+_MARK = "ejkernel_ops doctor: "  # what a child answers begins so; the rest of its output is a library's
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device as JAX sees it; what JAX does not tell is `None`."""
+
+    platform: str
+    kind: str
+    compute_capability: str | None = None
+    memory_bytes: int | None = None  # what JAX may take of it
+    shared_memory_bytes: int | None = None  # of a block
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One op on one back end.
+
+    Args:
+        op: the kernel's name.
+        backend: the back end's.
+        status: `"ok"`, `"not eligible"`, or how it failed: `"failed"`, `"wrong"`, `"out_of_memory"`,
+            `"out_of_shared_memory"`, `"crashed"`.
+        ms: median wall-clock time of a tiny call, its dispatch included.
+        error: the largest difference from XLA in float32, relative to the largest number of an output.
+        reason: why it is not eligible, or what failed.
+    """
+
+    op: str
+    backend: str
+    status: str
+    ms: float | None = None
+    error: float | None = None
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What somebody should know, and the command that changes it.
+
+    Args:
+        text: one line.
+        broken: whether it keeps something from working that should work on this machine.
+    """
+
+    text: str
+    broken: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What was found on a machine; printable.
+
+    Args:
+        versions: of packages and of cuDNN; `None`: not installed.
+        gpus: the names of the GPUs that `nvidia-smi` sees.
+        devices: the devices that JAX uses.
+        variables: the environment variables that matter and are set.
+        cache: the folder of tuned configs.
+        cache_fault: why it cannot be written.
+        runs: each op on each back end.
+        problems: what came up while looking.
+
+    Example:
+        >>> Report(runs=(Run("linear", "xla", "wrong", reason="NaN"),)).ok
+        False
+    """
+
+    versions: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    gpus: tuple[str, ...] = ()
+    devices: tuple[Device, ...] = ()
+    variables: dict[str, str] = dataclasses.field(default_factory=dict)
+    cache: str = ""
+    cache_fault: str | None = None
+    runs: tuple[Run, ...] = ()
+    problems: tuple[Finding, ...] = ()
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What to do, the most important first; empty where all is as it should be."""
+        found = [*self.problems, *_about_gpus(self), *_about_runs(self), *_about_settings(self)]
+        return tuple(sorted(dict.fromkeys(found), key=lambda finding: not finding.broken))
+
+    @property
+    def ok(self) -> bool:
+        """Whether all works that should work on this machine."""
+        return not any(finding.broken for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON data, with its findings."""
+        findings = [dataclasses.asdict(finding) for finding in self.findings]
+        data = dataclasses.asdict(self)
+        del data["problems"]
+        return {"ok": self.ok, **data, "findings": findings}
+
+    def __str__(self) -> str:
+        return _as_text(self)
+
+
+def examine() -> Report:
+    """Looks at the machine, and runs each op on each back end in child processes.
+
+    It takes some ten seconds, more where Triton kernels are compiled. Nothing that goes wrong raises: it is a finding.
+
+    Returns:
+        What was found.
+
+    Example:
+        `print(ejkernel_ops.doctor.examine())`
+    """
+    problems: list[Finding] = []
+
+    def tried(what: str, look: Callable[..., Any], otherwise: Any, *arguments: Any) -> Any:
+        try:
+            return look(*arguments)
+        except Exception as error:  # whatever a machine does wrong, the rest of it is still looked at
+            problems.append(Finding(f"looking at {what} failed: {first_line(error)}"))
+            return otherwise
+
+    versions = tried("versions", _versions, {})
+    variables = tried("the environment", _variables, {}, problems)
+    cache, cache_fault = tried("the cache folder", _cache, ("", None))
+    gpus = tried("nvidia-smi", _gpus, (), problems)
+    told, runs = tried("the back ends", _children, ({}, ()), variables, problems)
+    return Report(
+        versions=versions | {"cuDNN": told.get("cudnn")}, gpus=gpus, variables=variables, cache=cache,
+        cache_fault=cache_fault, devices=tuple(Device(**device) for device in told.get("devices", ())),
+        runs=tuple(runs), problems=tuple(problems),
+    )  # fmt: skip
+
+
+# What is found without a device
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if "cuda12" not in name:  # the other way to have a GPU: told only where it is there
+                found[name] = None
+    return found
+
+
+def _variables(problems: list[Finding]) -> dict[str, str]:
+    """The variables that matter and are set; what the package refuses or does not know is a problem."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for read in (environment.recording, environment.interpreting, environment.label_prefix):
+            try:
+                read()
+            except EjkernelError as error:
+                problems.append(Finding(f"{error}; or unset it"))
+    problems += [Finding(str(warning.message), broken=False) for warning in caught]
+    values = environment.child_environment()  # this process's, but for what is not asked for here
+    names = sorted(name for name in values if name in _SETTINGS or name.startswith(("EJKERNEL_OPS_", "EJKERNEL_CACHE")))
+    return {name: values[name] for name in names if values[name] or name == "CUDA_VISIBLE_DEVICES"}
+
+
+def _cache() -> tuple[str, str | None]:
+    """The folder of tuned configs, and why it cannot be written or, where it is not there yet, made."""
+    folder = environment.cache_dir()
+    try:
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest) as file:
+            file.write(b"anything")
+    except OSError as error:
+        return str(folder), error.strerror
+    return str(folder), None
+
+
+def _gpus(problems: list[Finding]) -> tuple[str, ...]:
+    """The GPUs that the driver has, whatever JAX thinks."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+    except FileNotFoundError:
+        return ()
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode != 0:
+        problems.append(Finding(f"nvidia-smi fails ({' '.join(lines)}): see to the driver", broken=False))
+        return ()
+    return tuple(lines)
+
+
+# What children find
+
+
+def _children(variables: dict[str, str], problems: list[Finding]) -> tuple[dict[str, Any], list[Run]]:
+    """What the first child tells about the machine, and all runs: the first child does those of XLA."""
+    answers, end = _ask("xla")
+    told = next((answer for answer in answers if "devices" in answer), None)
+    if told is None:
+        unset = [name for name in ("XLA_FLAGS", "JAX_PLATFORMS") if name in variables]
+        advice = f"unset {' '.join(unset)}" if unset else 'python -c "import jax; jax.devices()" tells more'
+        problems.append(Finding(f"JAX does not start ({end}): {advice}"))
+        return {}, []
+    runs = _by_op(answers)
+    for backend in dict.fromkeys(run.backend for run in runs.values() if run.status == _ELIGIBLE):
+        if backend != "xla":
+            answers, end = _ask(backend)
+            runs |= _by_op(answers)
+        for key, run in runs.items():
+            if run.backend == backend and run.status == _ELIGIBLE:
+                runs[key] = dataclasses.replace(run, status="crashed", reason=f"its process ended: {end}")
+    return told, list(runs.values())
+
+
+def _by_op(answers: list[dict[str, Any]]) -> dict[tuple[str, str], Run]:
+    found = [Run(**answer["run"]) for answer in answers if "run" in answer]
+    return {(run.op, run.backend): run for run in found}
+
+
+def _ask(backend: str) -> tuple[list[dict[str, Any]], str]:
+    """What a child process answers about a back end, and how it ended."""
+    command = [sys.executable, "-m", "ejkernel_ops", "doctor", "--probe", backend]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:  # kept when the child dies
+        try:
+            code = subprocess.run(
+                command, env=environment.child_environment(), stdin=subprocess.DEVNULL, stdout=log,
+                stderr=subprocess.STDOUT, timeout=_CHILD_S,
+            ).returncode  # fmt: skip
+            end = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        except subprocess.TimeoutExpired:
+            end = f"no end within {_CHILD_S:g} s, killed"
+        log.seek(0)
+        lines = [line for line in log.read().splitlines() if line.strip()]
+    others = [re.sub(r"^[FEWI]\d{4} .*?\] ", "", line)[:300] for line in lines if not line.startswith(_MARK)]
+    answers = [json.loads(line.removeprefix(_MARK)) for line in lines if line.startswith(_MARK)]
+    return answers, ": ".join([end, *others[-1:]])
+
+
+def _probe(backend: str) -> int:
+    """The child's side: answers one at a time, so that those before a crash are not lost."""
+    try:
+        calls = _calls()
+        if backend == "xla":
+            devices = [dataclasses.asdict(_device(device)) for device in jax.devices()]
+            _answer(devices=devices, cudnn=_cudnn_version())
+            for inv in calls:
+                for other in inv.kernel.backends:
+                    _answer(run=dataclasses.asdict(_eligible(inv, other)))
+        for inv in calls:
+            if _eligible(inv, backend).status == _ELIGIBLE:
+                _answer(run=dataclasses.asdict(_run(inv, backend)))
+    except Exception as error:  # its last line is what the parent tells
+        print(first_line(error), file=sys.stderr)
+        return 1
+    return 0
+
+
+def _answer(**what: Any) -> None:
+    print(f"\n{_MARK}{json.dumps(what)}", flush=True)
+
+
+def _calls() -> list[Invocation]:
+    """A tiny call of each kernel that every back end can do: where one is not eligible, the machine lacks something."""
+
+    def like(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    query, key, lse = like(1, 128, 4, 64), like(1, 128, 2, 64), jax.ShapeDtypeStruct((1, 128, 4), jnp.float32)
+    arrays = (query, key, key, *[None] * 8)
+    attention = dict(
+        causal=True, sliding_window=None, static_offset=0, softmax_scale=0.125, logits_soft_cap=None, dropout_rate=0.0,
+        precision=None, deterministic=False,
+    )  # fmt: skip
+    wanted = (True, True, True, *[False] * 8)
+    operands, out = (like(128, 64), like(64, 128), like(128)), like(128, 128)
+    options = dict(activation="gelu", weight_layout="io", out_dtype=np.dtype(jnp.bfloat16), precision=None)
+    described: list[tuple[Any, tuple, dict[str, Any], Any]] = [
+        (ATTENTION, arrays, attention, None),
+        (ATTENTION_BWD, (*arrays, query, lse, query, None), attention, wanted),
+        (LINEAR, operands, options, None),
+        (LINEAR_BWD, (*operands, out, out, out, None), options, (True, True, True)),
+    ]
+    return [Invocation(kernel, args, kwargs, needs=needs) for kernel, args, kwargs, needs in described]
+
+
+def _device(device: Any) -> Device:
+    stats = device.memory_stats() or {}
+    return Device(
+        device.platform, device.device_kind, getattr(device, "compute_capability", None), stats.get("bytes_limit"),
+        getattr(device, "shared_memory_per_block_optin", None),
+    )  # fmt: skip
+
+
+def _cudnn_version() -> str | None:
+    module = cudnn.private_module()
+    try:
+        version = None if isinstance(module, str) else module.check_cudnn_version()
+    except RuntimeError:  # it is not found
+        return None
+    return version and f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def _eligible(inv: Invocation, backend: str) -> Run:
+    """A run that may be done, or why not."""
+    try:
+        reason = inv.kernel.why_not(inv, backend)
+    except Exception as error:  # a broken installation, or a variable that is refused
+        reason = first_line(error)
+    return Run(inv.op_id, backend, "not eligible" if reason else _ELIGIBLE, reason=reason or "")
+
+
+def _run(inv: Invocation, backend: str) -> Run:
+    """Runs a call, compares it with XLA in float32, and times it."""
+    try:
+        with _quick_compiles():
+            made = jax.jit(lambda: inv.kernel.make_inputs(inv, np.random.default_rng(0)))()
+            reference = Reference(inv, made)
+        run = jax.jit(program(inv, heuristic(inv, backend)))
+        outs = run(*made)
+        error = _relative_error(outs, reference.exact)
+        if fault := reference.fault(outs):
+            return Run(inv.op_id, backend, "wrong", error=error, reason=fault)
+        return Run(inv.op_id, backend, "ok", benchmark(run, *made, num_iters=5, num_warmup=1), error)
+    except Exception as error:  # any failure is what was asked about
+        trial = failed(None, "failed", error)
+        return Run(inv.op_id, backend, trial.status, reason=trial.reason)
+
+
+@contextlib.contextmanager
+def _quick_compiles() -> Iterator[None]:
+    """On a CPU the compiler takes most of the time, and a reference runs once."""
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def _relative_error(outs: Sequence[Any], exact: Sequence[np.ndarray]) -> float | None:
+    """The largest error of all outputs, each relative to its largest number; `None`: there is a NaN or infinity."""
+    with np.errstate(invalid="ignore"):
+        errors = [
+            np.abs(np.asarray(out.astype(jnp.float32)) - x).max() / max(np.abs(x).max(), np.finfo(np.float32).tiny)
+            for out, x in zip(outs, exact)
+        ]
+    return float(max(errors)) if np.isfinite(errors).all() else None
+
+
+# What it means
+
+
+def _about_gpus(report: Report) -> Iterator[Finding]:
+    """Why JAX does not use the GPUs that are there."""
+    if not report.gpus or any(device.platform == "gpu" for device in report.devices):
+        return
+    unused = f"JAX does not use what nvidia-smi sees, {', '.join(dict.fromkeys(report.gpus))}"
+    variables, versions = report.variables, report.versions
+    plugins = [version for name, version in versions.items() if name.startswith("jax-cuda")]
+    if variables.get("JAX_PLATFORMS", "cuda").split(",")[0] not in ("cuda", "gpu"):
+        yield Finding(f"{unused}, for JAX_PLATFORMS is {variables['JAX_PLATFORMS']!r}: unset JAX_PLATFORMS")
+    elif variables.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        yield Finding(f"{unused}, for CUDA_VISIBLE_DEVICES hides it: unset CUDA_VISIBLE_DEVICES")
+    elif plugins.count(versions.get("jaxlib")) < 2:  # jax-cuda13-plugin and jax-cuda13-pjrt
+        yield Finding(f"{unused}, for it has no CUDA plugin of its own version: pip install 'ejlayers[gpu]'")
+    elif report.devices:  # else JAX does not start, which is a problem of its own
+        unset = [name for name in ("XLA_FLAGS", "LD_LIBRARY_PATH") if name in variables]
+        advice = f"unset {' '.join(unset)}, or " if unset else ""
+        yield Finding(f"{unused}: {advice}ask python -c \"import jax; jax.devices('cuda')\" why")
+
+
+def _about_runs(report: Report) -> Iterator[Finding]:
+    """What failed, and what a back end lacks; the same of several ops is told once."""
+    ops: dict[tuple[str, str, str], list[str]] = {}
+    for run in report.runs:
+        ops.setdefault((run.backend, run.status, run.reason), []).append(run.op)
+    for (backend, status, reason), names in ops.items():
+        if status == "not eligible" and _expected(report, backend):
+            yield Finding(reason)
+        elif status not in ("ok", "not eligible"):
+            failure = "failed" if status == "failed" else f"failed ({status.replace('_', ' ')})"
+            meanwhile = "" if backend == "xla" else "pass backend='xla' meanwhile, and "
+            advice = _ADVICE.get(status, meanwhile + _REPORT)
+            yield Finding(f"{', '.join(names)} on {backend} {failure}: {reason}; {advice}")
+
+
+def _expected(report: Report, backend: str) -> bool:
+    """Whether a back end should work on this machine."""
+    texts = [device.compute_capability or "" for device in report.devices]
+    majors = [int(text.split(".")[0]) for text in texts if re.fullmatch(r"\d+\.\d+", text)]  # NVIDIA's
+    if backend == "triton":
+        return bool(majors) or report.variables.get(environment.INTERPRET) == "1"
+    return backend == "xla" or (backend == "cudnn" and any(major >= 8 for major in majors))
+
+
+def _about_settings(report: Report) -> Iterator[Finding]:
+    """What is in the way of something else than a run."""
+    if report.cache_fault is not None:
+        hint = f"export {environment.CACHE_DIR}=/a/folder/that/you/may/write"
+        yield Finding(f"tuned configs cannot be kept in {report.cache} ({report.cache_fault}): {hint}")
+    version = report.versions.get("jax")
+    if version and not _JAX_FROM <= tuple(map(int, re.findall(r"\d+", version)[:3])) < _JAX_BELOW:
+        yield Finding(f"jax is {version}; expected {_JAX}, of which all is tried: pip install '{_JAX}'", broken=False)
+    interpreted = report.variables.get("TRITON_INTERPRET", "").lower() in _ON
+    if interpreted and not any("TRITON_INTERPRET" in run.reason for run in report.runs):
+        yield Finding("TRITON_INTERPRET is set, and Triton then compiles nothing: unset TRITON_INTERPRET", broken=False)
+
+
+# Text
+
+
+def _as_text(report: Report) -> str:
+    absent = {"cuDNN": "not found by JAX"}
+    versions = [(name, text or absent.get(name, "not installed")) for name, text in report.versions.items()]
+    devices = [(f"{count} x {x.platform}", x.kind, *_sizes(x)) for x, count in Counter(report.devices).items()]
+    settings = [*(report.variables or {"variables": "none is set"}).items(), ("cache folder", _cache_text(report))]
+    runs = [(run.op, run.backend, _status(run), _short(run.ms), _short(run.error), run.reason) for run in report.runs]
+    on_gpu = any(device.platform == "gpu" for device in report.devices)
+    nothing = "nothing" if on_gpu else "nothing: there is no GPU here, and XLA runs every op on the CPU"
+    advice = [finding.text if finding.broken else f"note: {finding.text}" for finding in report.findings]
+    return "\n".join([
+        text_table(("package", "version"), versions),
+        text_table(("device", "kind", "compute capability", "memory for JAX", "shared memory of a block"), devices),
+        text_table(("setting", "value"), settings),
+        text_table(("op", "back end", "found", "ms", "error", "why"), runs, right=("ms", "error")),
+        "\n  What to do", *(f"  - {line}" for line in advice or [nothing]),
+    ])  # fmt: skip
+
+
+def _sizes(device: Device) -> tuple[str, str, str]:
+    memory, shared = device.memory_bytes, device.shared_memory_bytes
+    return (
+        device.compute_capability or "-", "-" if memory is None else f"{memory / 2**30:.0f} GiB",
+        "-" if shared is None else f"{shared / 2**10:.0f} KiB",
+    )  # fmt: skip
+
+
+def _cache_text(report: Report) -> str:
+    return f"{report.cache} ({'writable' if report.cache_fault is None else 'not writable'})" if report.cache else "-"
+
+
+def _status(run: Run) -> str:
+    if run.status in ("ok", "not eligible"):
+        return run.status
+    return "FAILED" if run.status == "failed" else f"FAILED: {run.status.replace('_', ' ')}"
+
+
+def _short(number: float | None) -> str:
+    return "" if number is None else f"{number:.2g}" if number < 10 else f"{number:.0f}"
+
+
+# The command
+
+
+def add_command(commands: Any) -> None:
+    """Adds `doctor` to the commands of `python -m ejkernel_ops`."""
+    text = "What is installed, which back ends run here, and what to do about those that do not."
+    parser = commands.add_parser("doctor", help=text, description=f"{text} Exit status 1 if one that should does not.")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_argument("--probe", metavar="BACKEND", help=argparse.SUPPRESS)  # what its own children are asked
+    parser.set_defaults(run=_command)
+
+
+def _command(options: argparse.Namespace) -> int:
+    if options.probe:
+        return _probe(options.probe)
+    report = examine()
+    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
+    return 0 if report.ok else 1

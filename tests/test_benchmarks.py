@@ -1,0 +1,94 @@
+"""The GPU benchmark of attention, on a CPU with tiny calls, and what is made of its table."""
+
+import csv
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Imports a script as it is when it runs: beside the others of its folder."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if (BENCHMARKS / f"{name}.py").exists():
+            del sys.modules[name]
+
+
+def table(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_attention_is_measured_and_drawn(scripts, tmp_path, capsys):
+    attention, chart = scripts("attention"), scripts("attention_chart")
+    out = tmp_path / "attention_smoke.csv"
+    common = ["--smoke", "--rounds", "2", "--peers", "cudnn", "--out", str(out)]
+    attention.main([*common, "--points", "d16_*"])
+    first = table(out)
+    chosen = {row["direction"]: row for row in first if row["contender"] == "chosen"}
+    assert list(chosen) == ["forward", "forward+backward"]
+    for direction, row in chosen.items():
+        assert float(row["ms"]) > 0
+        assert float(row["vs_cudnn"]) > 0
+        assert 0 < float(row["error_vs_cudnn"]) < 3
+        assert float(row["tuning_s"]) > 0
+        assert row["forward_config"].startswith("xla ")
+        assert row["backward_config"].startswith("xla ") == (direction != "forward")
+        assert row["clock"] == "wall"
+        assert row["jax"] == jax.__version__
+    assert {row["contender"] for row in first} == {"cudnn", "ours_xla", "chosen", "chosen_any_order"}
+
+    attention.main([*common, "--points", "d16_*", "bias_*", "--missing", "--no-tune", "--no-errors"])
+    both = table(out)
+    assert both[: len(first)] == first
+    assert {row["point"] for row in both[len(first) :]} == {"bias_grad_64"}
+    assert {row["tuned"] for row in both[len(first) :]} == {"False"}
+
+    capsys.readouterr()
+    chart.main([str(out)])
+    printed = capsys.readouterr().out
+    assert "| chosen forward against the best eligible back end | at least 0.98 |" in printed
+    assert "| bias_grad_64 | forward+backward |" in printed
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_points_are_named_once_and_hold_the_work_that_they_say(scripts):
+    points = scripts("attention_points")
+    found = {point.name: point for point in points.points()}
+    assert len(found) == len(points.points()) == 30 + 8
+    assert set(points.TUNED) <= {*found, "d16_causal_64"}
+    assert set(points.WITH_XLA) <= set(found)
+    for point in found.values():
+        if point.kind == "grid":
+            assert (point.batch * point.length, point.heads * point.head_dim) == (16384, 2048)
+    packed = found["packed_16k"].documents()
+    assert (len(packed), packed.sum(), packed.min() > 0) == (16, 16384, True)
+    full, window = found["d128_causal_16k"], found["window_16k"]
+    assert full.flops("forward") == 4 * 16 * 128 * 16384**2 / 2
+    assert window.flops("forward+backward") == pytest.approx(3.5 * full.flops("forward") * 0.1211, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["packed_16k", "bias_grad_2k", "window_16k", "softcap_4k"])
+def test_all_contenders_compute_what_the_reference_does(scripts, name):
+    points, contenders = scripts("attention_points"), scripts("attention_contenders")
+    point = next(point for point in points.points() if point.name == name).small()
+    point = dataclasses.replace(point, length=64, heads=2, kv_heads=1, window=point.window and 8)
+    x = points.arrays_of(point)
+    exact = points.reference(point, x)
+    wide = {name: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a for name, a in x.items()}
+    for make in (contenders.ours, *([contenders.cudnn] if point.cap is None else [])):
+        out, gradients = jax.jit(contenders.program(make(point), point, "forward+backward"))(wide)
+        assert {"out", *gradients} == set(exact)
+        for name, value in {"out": out, **gradients}.items():
+            np.testing.assert_allclose(value, exact[name], rtol=1e-4, atol=1e-4, err_msg=name)
