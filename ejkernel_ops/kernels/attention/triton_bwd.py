@@ -1,8 +1,8 @@
-"""The backward kernels of attention in Triton: keys and values, queries, and bias, each in one kernel of its own.
+"""The backward kernels of attention in Triton: queries, keys and values, and bias, each in one kernel of its own.
 
-No two programs add to the same number, so gradients are the same bits in each run. All take `lse`, the log-sum-exp
-in base 2 and `+inf` for queries that see nothing, and `delta`, the mean of the gradient of the probabilities, both
-`(batch, heads, q_len)`.
+No two programs add to the same number, so gradients are the same bits in each run. The first one leaves two numbers
+of each query for the others, both `(batch, heads, q_len)`: the log-sum-exp in base 2, `+inf` for queries that see
+nothing, and `delta`, the mean of the gradient of the probabilities.
 
 Source: FlashAttention-2, Dao 2023, arXiv:2307.08691.
 """
@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .triton_tile import (
     INF,
+    LOG2E,
     block_range,
     kept,
     key_limits,
@@ -21,14 +22,111 @@ from .triton_tile import (
     offset_and_length,
     phase_of,
     query_limits,
+    seen_keys,
     visible,
 )
 
 
 @triton.jit
+def attention_backward_q(
+    q_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, offset_ptr, q_ids_ptr, kv_ids_ptr, lengths_ptr, seed_ptr, ranges_ptr,
+    hidden_ptr, dout_ptr, out_ptr, lse_ptr, dlse_ptr, dq_ptr, lse2_ptr, delta_ptr, spec: tl.constexpr,
+):  # fmt: skip
+    """Gradients of queries: one program for each block of queries of a head, tiles of queries by keys.
+
+    Takes the log-sum-exp and its cotangent `(batch, q_len, heads)`.
+    """
+    block_q: tl.constexpr = spec.block_q
+    block_kv: tl.constexpr = spec.block_kv
+    block_d: tl.constexpr = spec.block_d
+    block_e: tl.constexpr = spec.block_e
+    num_blocks: tl.constexpr = (spec.q_len + block_q - 1) // block_q
+    pid = tl.program_id(0)
+    block = pid % num_blocks
+    if spec.right >= 0:  # the last queries see most: they start first
+        block = num_blocks - 1 - block
+    head, batch = pid // num_blocks % spec.heads, (pid // (num_blocks * spec.heads)).to(tl.int64)
+    kv_head = head // (spec.heads // spec.kv_heads)
+    first_row = block * block_q
+    rows = first_row + tl.arange(0, block_q)
+    d, e = tl.arange(0, block_d), tl.arange(0, block_e)
+    row_at = (batch * spec.q_len + rows) * spec.heads + head
+    sum_at = (batch * spec.heads + head) * spec.q_len + rows
+
+    offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
+    last_row = tl.minimum(first_row + block_q, spec.q_len) - 1
+    begin, end, inner_begin, inner_end = key_limits(first_row, last_row, offset, kv_len, spec)
+    ranges_ptr += (batch * num_blocks + block) * 4
+    first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, block_kv, spec)
+
+    given = tl.load(lse_ptr + row_at, mask=rows < spec.q_len, other=-INF)
+    live = rows < spec.q_len
+    if spec.dead_rows:  # what they hold must reach nothing
+        live = given > -INF
+    q_at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
+    q = tl.load(q_at, mask=live[:, None] & (d < spec.head_dim)[None, :], other=0.0)
+    dout_at = dout_ptr + row_at[:, None] * spec.v_dim + e[None, :]
+    dout = tl.load(dout_at, mask=live[:, None] & (e < spec.v_dim)[None, :], other=0.0)
+    out_at = out_ptr + row_at[:, None] * spec.v_dim + e[None, :]
+    out = tl.load(out_at, mask=live[:, None] & (e < spec.v_dim)[None, :], other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    if spec.has_dlse:
+        delta -= tl.load(dlse_ptr + row_at, mask=live, other=0.0)
+    lse = tl.where(given > -INF, given * LOG2E, INF)
+    tl.store(lse2_ptr + sum_at, lse, mask=rows < spec.q_len)
+    tl.store(delta_ptr + sum_at, delta, mask=rows < spec.q_len)
+    k_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.head_dim
+    v_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.v_dim
+    bias_ptr += batch * spec.bias_strides[0] + head * spec.bias_strides[1]
+    mask_ptr += batch * spec.mask_strides[0] + head * spec.mask_strides[1]
+    q_ids = rows
+    if spec.has_ids:
+        q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
+
+    dq = tl.zeros([block_q, block_d], tl.float32)
+    for phase in tl.static_range(3):
+        if spec.want_dq and spec.key_phases[phase]:
+            lower, upper = phase_of(phase, first, inner, outer, last)
+            for j in range(lower, upper):
+                cols = j * block_kv + tl.arange(0, block_kv)
+                # Keys that no query of the block sees may hold anything: they are not loaded.
+                unseen, kv_ids = cols, cols
+                if phase != 1 and spec.left >= 0:
+                    unseen = tl.where(cols < begin, spec.kv_len, unseen)
+                if spec.has_mask:
+                    unseen = seen_keys(hidden_ptr, unseen, batch, kv_head, spec)
+                if phase != 1 and spec.has_ids:
+                    kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < end, other=-1)
+                    unseen = tl.where(kv_ids < 0, spec.kv_len, unseen)
+                k_at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
+                k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, phase != 1)
+                v_at = v_ptr + cols[None, :] * (spec.kv_heads * spec.v_dim) + e[:, None]
+                v = load_tile(v_at, e[:, None], unseen[None, :], spec.v_dim, end, spec.padded_e, phase != 1)
+                products = tl.dot(q, k, input_precision=spec.precision)
+                scores, slope = logits(products, bias_ptr, rows[:, None], cols[None, :], spec)
+                probs = tl.exp2(scores * spec.factor - lse[:, None])
+                if phase != 1:
+                    seen = visible(
+                        rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_ptr, spec
+                    )
+                    probs = tl.where(seen, probs, 0.0)
+                dprobs = tl.dot(dout, v, input_precision=spec.precision)
+                if spec.threshold > 0:
+                    keep = kept(seed_ptr + batch * 2, head, first_row, j * block_kv, spec)
+                    dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
+                dscores = probs * (dprobs - delta[:, None]) * slope
+                dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision=spec.precision)
+
+    if spec.want_dq:
+        dq_at = dq_ptr + row_at[:, None] * spec.head_dim + d[None, :]
+        stored = (rows < spec.q_len)[:, None] & (d < spec.head_dim)[None, :]
+        tl.store(dq_at, (dq * spec.scale).to(dq_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
 def attention_backward_kv(
     q_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, offset_ptr, q_ids_ptr, kv_ids_ptr, lengths_ptr, seed_ptr, ranges_ptr,
-    dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, spec: tl.constexpr,
+    hidden_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, spec: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys and values: one program for each block of keys of a key head, tiles of keys by queries."""
     block_q: tl.constexpr = spec.block_q
@@ -63,6 +161,8 @@ def attention_backward_kv(
     if spec.has_ids:
         kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < spec.kv_len, other=-1)
         seen = seen & (kv_ids >= 0)
+    if spec.has_mask:
+        seen = seen & (seen_keys(hidden_ptr, cols, batch, kv_head, spec) < spec.kv_len)
     k_at = k_ptr + col_at[:, None] * spec.head_dim + d[None, :]
     k = tl.load(k_at, mask=seen[:, None] & (d < spec.head_dim)[None, :], other=0.0)
     v_at = v_ptr + col_at[:, None] * spec.v_dim + e[None, :]
@@ -131,91 +231,8 @@ def attention_backward_kv(
 
 
 @triton.jit
-def attention_backward_q(
-    q_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, offset_ptr, q_ids_ptr, kv_ids_ptr, lengths_ptr, seed_ptr, ranges_ptr,
-    dout_ptr, lse_ptr, delta_ptr, dq_ptr, spec: tl.constexpr,
-):  # fmt: skip
-    """Gradients of queries: one program for each block of queries of a head, tiles of queries by keys."""
-    block_q: tl.constexpr = spec.block_q
-    block_kv: tl.constexpr = spec.block_kv
-    block_d: tl.constexpr = spec.block_d
-    block_e: tl.constexpr = spec.block_e
-    num_blocks: tl.constexpr = (spec.q_len + block_q - 1) // block_q
-    pid = tl.program_id(0)
-    block = pid % num_blocks
-    if spec.right >= 0:  # the last queries see most: they start first
-        block = num_blocks - 1 - block
-    head, batch = pid // num_blocks % spec.heads, (pid // (num_blocks * spec.heads)).to(tl.int64)
-    kv_head = head // (spec.heads // spec.kv_heads)
-    first_row = block * block_q
-    rows = first_row + tl.arange(0, block_q)
-    d, e = tl.arange(0, block_d), tl.arange(0, block_e)
-    row_at = (batch * spec.q_len + rows) * spec.heads + head
-    sum_at = (batch * spec.heads + head) * spec.q_len + rows
-
-    offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
-    last_row = tl.minimum(first_row + block_q, spec.q_len) - 1
-    begin, end, inner_begin, inner_end = key_limits(first_row, last_row, offset, kv_len, spec)
-    ranges_ptr += (batch * num_blocks + block) * 4
-    first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, block_kv, spec)
-
-    lse = tl.load(lse_ptr + sum_at, mask=rows < spec.q_len, other=INF)
-    delta = tl.load(delta_ptr + sum_at, mask=rows < spec.q_len, other=0.0)
-    live = rows < spec.q_len
-    if spec.dead_rows:  # what they hold must reach nothing
-        live = lse < INF
-    q_at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
-    q = tl.load(q_at, mask=live[:, None] & (d < spec.head_dim)[None, :], other=0.0)
-    dout_at = dout_ptr + row_at[:, None] * spec.v_dim + e[None, :]
-    dout = tl.load(dout_at, mask=live[:, None] & (e < spec.v_dim)[None, :], other=0.0)
-    k_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.head_dim
-    v_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.v_dim
-    bias_ptr += batch * spec.bias_strides[0] + head * spec.bias_strides[1]
-    mask_ptr += batch * spec.mask_strides[0] + head * spec.mask_strides[1]
-    q_ids = rows
-    if spec.has_ids:
-        q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
-
-    dq = tl.zeros([block_q, block_d], tl.float32)
-    for phase in tl.static_range(3):
-        if spec.key_phases[phase]:
-            lower, upper = phase_of(phase, first, inner, outer, last)
-            for j in range(lower, upper):
-                cols = j * block_kv + tl.arange(0, block_kv)
-                # Keys that no query of the block sees may hold anything: they are not loaded.
-                unseen, kv_ids = cols, cols
-                if phase != 1 and spec.left >= 0:
-                    unseen = tl.where(cols < begin, spec.kv_len, unseen)
-                if phase != 1 and spec.has_ids:
-                    kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < end, other=-1)
-                    unseen = tl.where(kv_ids < 0, spec.kv_len, unseen)
-                k_at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
-                k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, phase != 1)
-                v_at = v_ptr + cols[None, :] * (spec.kv_heads * spec.v_dim) + e[:, None]
-                v = load_tile(v_at, e[:, None], unseen[None, :], spec.v_dim, end, spec.padded_e, phase != 1)
-                products = tl.dot(q, k, input_precision=spec.precision)
-                scores, slope = logits(products, bias_ptr, rows[:, None], cols[None, :], spec)
-                probs = tl.exp2(scores * spec.factor - lse[:, None])
-                if phase != 1:
-                    seen = visible(
-                        rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_ptr, spec
-                    )
-                    probs = tl.where(seen, probs, 0.0)
-                dprobs = tl.dot(dout, v, input_precision=spec.precision)
-                if spec.threshold > 0:
-                    keep = kept(seed_ptr + batch * 2, head, first_row, j * block_kv, spec)
-                    dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
-                dscores = probs * (dprobs - delta[:, None]) * slope
-                dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision=spec.precision)
-
-    dq_at = dq_ptr + row_at[:, None] * spec.head_dim + d[None, :]
-    stored = (rows < spec.q_len)[:, None] & (d < spec.head_dim)[None, :]
-    tl.store(dq_at, (dq * spec.scale).to(dq_ptr.dtype.element_ty), mask=stored)
-
-
-@triton.jit
 def attention_backward_bias(
-    q_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, offset_ptr, q_ids_ptr, kv_ids_ptr, lengths_ptr, seed_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, offset_ptr, q_ids_ptr, kv_ids_ptr, lengths_ptr, seed_ptr, hidden_ptr,
     dout_ptr, lse_ptr, delta_ptr, dbias_ptr, spec: tl.constexpr, sums: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the bias: one program for each tile of it, or for each head where it broadcasts along a length.
@@ -224,58 +241,63 @@ def attention_backward_bias(
     """
     block_q: tl.constexpr = spec.block_q
     block_kv: tl.constexpr = spec.block_kv
-    block_d: tl.constexpr = spec.block_d
-    block_e: tl.constexpr = spec.block_e
     pid = tl.program_id(0)
     block_j, block_i = pid % sums.tiles[3], pid // sums.tiles[3] % sums.tiles[2]
     part_h = pid // (sums.tiles[3] * sums.tiles[2]) % sums.tiles[1]
     part_b = pid // (sums.tiles[3] * sums.tiles[2] * sums.tiles[1])
-    d, e = tl.arange(0, block_d), tl.arange(0, block_e)
+    d, e = tl.arange(0, spec.block_d), tl.arange(0, spec.block_e)
     dbias = tl.zeros([block_q, block_kv], tl.float32)
-    for step in range(sums.each[0] * sums.each[1] * sums.each[2] * sums.each[3]):
+    steps = sums.each[0] * sums.each[1] * sums.each[2] * sums.each[3]
+    if (
+        sums.each[2] * sums.each[3] == 1 and not spec.has_offset
+    ):  # the same tile in all steps: hidden in all, or in none
+        last_row = tl.minimum((block_i + 1) * block_q, spec.q_len) - 1
+        begin, end, _begin, _end = key_limits(block_i * block_q, last_row, spec.offset, spec.kv_len, spec)
+        steps = tl.where((block_j * block_kv < end) & ((block_j + 1) * block_kv > begin), steps, 0)
+    for step in range(steps):
         j = block_j * sums.each[3] + step % sums.each[3]
         i = block_i * sums.each[2] + step // sums.each[3] % sums.each[2]
         head = part_h * sums.each[1] + step // (sums.each[3] * sums.each[2]) % sums.each[1]
         batch = (part_b * sums.each[0] + step // (sums.each[3] * sums.each[2] * sums.each[1])).to(tl.int64)
         kv_head = head // (spec.heads // spec.kv_heads)
-        rows = i * block_q + tl.arange(0, block_q)
-        cols = j * block_kv + tl.arange(0, block_kv)
+        rows, cols = i * block_q + tl.arange(0, block_q), j * block_kv + tl.arange(0, block_kv)
         offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
-        last_row = tl.minimum((i + 1) * block_q, spec.q_len) - 1
-        begin, end, _inner_begin, _inner_end = key_limits(i * block_q, last_row, offset, kv_len, spec)
-        if (j * block_kv < end) & ((j + 1) * block_kv > begin):
-            q_ids, kv_ids = rows, cols
-            loaded = (cols < end) & (cols >= begin)
-            if spec.has_ids:
-                q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
-                kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=loaded, other=-1)
-                loaded = loaded & (kv_ids >= 0)
-            sum_at = (batch * spec.heads + head) * spec.q_len + rows
-            lse = tl.load(lse_ptr + sum_at, mask=rows < spec.q_len, other=INF)
-            delta = tl.load(delta_ptr + sum_at, mask=rows < spec.q_len, other=0.0)
-            live = lse < INF
-            row_at = (batch * spec.q_len + rows) * spec.heads + head
-            col_at = (batch * spec.kv_len + cols) * spec.kv_heads + kv_head
-            wide, wide_v = d < spec.head_dim, e < spec.v_dim
-            q_at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
-            q = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0)
-            k_at = k_ptr + col_at[None, :] * spec.head_dim + d[:, None]
-            k = tl.load(k_at, mask=loaded[None, :] & wide[:, None], other=0.0)
-            dout_at = dout_ptr + row_at[:, None] * spec.v_dim + e[None, :]
-            dout = tl.load(dout_at, mask=live[:, None] & wide_v[None, :], other=0.0)
-            v_at = v_ptr + col_at[None, :] * spec.v_dim + e[:, None]
-            v = tl.load(v_at, mask=loaded[None, :] & wide_v[:, None], other=0.0)
-            products = tl.dot(q, k, input_precision=spec.precision)
-            bias_head = bias_ptr + batch * spec.bias_strides[0] + head * spec.bias_strides[1]
-            mask_head = mask_ptr + batch * spec.mask_strides[0] + head * spec.mask_strides[1]
-            scores, _slope = logits(products, bias_head, rows[:, None], cols[None, :], spec)
-            probs = tl.exp2(scores * spec.factor - lse[:, None])
-            seen = visible(rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_head, spec)
-            dprobs = tl.dot(dout, v, input_precision=spec.precision)
-            if spec.threshold > 0:
-                keep = kept(seed_ptr + batch * 2, head, i * block_q, j * block_kv, spec)
-                dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
-            dbias += tl.where(seen, probs * (dprobs - delta[:, None]), 0.0)
+        last = tl.minimum((i + 1) * block_q, spec.q_len) - 1
+        first_seen, end_seen, _inner_begin, _inner_end = key_limits(i * block_q, last, offset, kv_len, spec)
+        q_ids, kv_ids = rows, cols
+        loaded = (cols < end_seen) & (cols >= first_seen)
+        if spec.has_ids:
+            q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
+            kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=loaded, other=-1)
+            loaded = loaded & (kv_ids >= 0)
+        if spec.has_mask:
+            loaded = loaded & (seen_keys(hidden_ptr, cols, batch, kv_head, spec) < spec.kv_len)
+        sum_at = (batch * spec.heads + head) * spec.q_len + rows
+        lse = tl.load(lse_ptr + sum_at, mask=rows < spec.q_len, other=INF)
+        delta = tl.load(delta_ptr + sum_at, mask=rows < spec.q_len, other=0.0)
+        live = lse < INF
+        row_at = (batch * spec.q_len + rows) * spec.heads + head
+        col_at = (batch * spec.kv_len + cols) * spec.kv_heads + kv_head
+        wide, wide_v = d < spec.head_dim, e < spec.v_dim
+        q_at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
+        q = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0)
+        k_at = k_ptr + col_at[None, :] * spec.head_dim + d[:, None]
+        k = tl.load(k_at, mask=loaded[None, :] & wide[:, None], other=0.0)
+        dout_at = dout_ptr + row_at[:, None] * spec.v_dim + e[None, :]
+        dout = tl.load(dout_at, mask=live[:, None] & wide_v[None, :], other=0.0)
+        v_at = v_ptr + col_at[None, :] * spec.v_dim + e[:, None]
+        v = tl.load(v_at, mask=loaded[None, :] & wide_v[:, None], other=0.0)
+        products = tl.dot(q, k, input_precision=spec.precision)
+        bias_head = bias_ptr + batch * spec.bias_strides[0] + head * spec.bias_strides[1]
+        mask_head = mask_ptr + batch * spec.mask_strides[0] + head * spec.mask_strides[1]
+        scores, _slope = logits(products, bias_head, rows[:, None], cols[None, :], spec)
+        probs = tl.exp2(scores * spec.factor - lse[:, None])
+        seen = visible(rows[:, None], cols[None, :], offset, end_seen, q_ids[:, None], kv_ids[None, :], mask_head, spec)
+        dprobs = tl.dot(dout, v, input_precision=spec.precision)
+        if spec.threshold > 0:
+            keep = kept(seed_ptr + batch * 2, head, i * block_q, j * block_kv, spec)
+            dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
+        dbias += tl.where(seen, probs * (dprobs - delta[:, None]), 0.0)
 
     rows = block_i * block_q + tl.arange(0, block_q)
     cols = block_j * block_kv + tl.arange(0, block_kv)

@@ -16,6 +16,7 @@ from .triton_tile import (
     logits,
     offset_and_length,
     phase_of,
+    seen_keys,
     visible,
 )
 
@@ -23,7 +24,7 @@ from .triton_tile import (
 @triton.jit
 def attention_forward(
     q_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, offset_ptr, q_ids_ptr, kv_ids_ptr, lengths_ptr, sinks_ptr, seed_ptr,
-    ranges_ptr, out_ptr, lse_ptr, spec: tl.constexpr,
+    ranges_ptr, hidden_ptr, out_ptr, lse_ptr, spec: tl.constexpr,
 ):  # fmt: skip
     """Output `(batch, q_len, heads, v_dim)` and log-sum-exp `(batch, q_len, heads)`."""
     block_q: tl.constexpr = spec.block_q
@@ -71,6 +72,8 @@ def attention_forward(
                 unseen, kv_ids = cols, cols
                 if phase != 1 and spec.left >= 0:
                     unseen = tl.where(cols < begin, spec.kv_len, unseen)
+                if spec.has_mask:
+                    unseen = seen_keys(hidden_ptr, unseen, batch, kv_head, spec)
                 if phase != 1 and spec.has_ids:
                     kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < end, other=-1)
                     unseen = tl.where(kv_ids < 0, spec.kv_len, unseen)

@@ -25,79 +25,93 @@ def forward(arrays: tuple, statics: Statics, params: Any) -> tuple[jax.Array, ja
     from .triton_fwd import attention_forward
 
     spec = spec_of(arrays, statics, (params.q_blocksize, params.kv_blocksize))
-    query, key, value, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed = _visible_keys(arrays)
+    query, key, value, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed = arrays
     batch, q_len, heads, _ = query.shape
     ranges = block_ranges(q_ids, kv_ids, spec.block_q, spec.block_kv)
-    return tuple(
-        triton_call(
-            attention_forward, query, key, value,
-            *_given(query, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed, ranges),
-            out_types=[
-                jax.ShapeDtypeStruct((batch, q_len, heads, spec.v_dim), query.dtype),
-                jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
-            ],
-            grid=(-(-q_len // spec.block_q) * heads * batch,), num_warps=params.num_warps,
-            num_stages=params.num_stages, name="flash_attention", spec=spec,
-        )
-    )  # type: ignore[return-value]  # fmt: skip
+    out, lse = triton_call(
+        attention_forward, query, key, value,
+        *_given(query, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed, ranges, _hidden(mask, key)),
+        out_types=[
+            jax.ShapeDtypeStruct((batch, q_len, heads, spec.v_dim), query.dtype),
+            jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
+        ],
+        grid=(-(-q_len // spec.block_q) * heads * batch,), num_warps=params.num_warps, num_stages=params.num_stages,
+        name="flash_attention", spec=spec,
+    )  # fmt: skip
+    return out, lse
+
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """What all backward kernels take."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    optional: list[Any]
+    ids: tuple[Any, Any]
+    hidden: jax.Array
+    dout: jax.Array
 
 
 def backward(arrays: tuple, out: Any, lse: Any, dout: Any, dlse: Any, needs: tuple, statics: Statics, params: Any):
     """Gradients of query, key, value, bias and sinks, each `None` where `needs` is false; `params` a `BwdParams`."""
     spec = spec_of(arrays, statics, (params.q_blocksize, params.kv_blocksize))
-    lse2, delta = _row_sums(out, lse, dout, dlse)
-    query, key, value, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed = _visible_keys(arrays)
+    query, key, value, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed = arrays
     need_q, need_k, need_v, need_bias, need_sinks = needs
     optional = _given(query, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, seed)
-    dq = dk = dv = dbias = dsinks = None
+    (hidden,) = _given(query, _hidden(mask, key))
+    x = _Backward(query, key, value, optional, (q_ids, kv_ids), hidden, dout)
+    tiles = dataclasses.replace(
+        spec, block_q=params.blocksize_m, block_kv=params.blocksize_n, has_dlse=dlse is not None, want_dq=need_q
+    )
+    dq, lse2, delta = _queries(x, (out, lse, *_given(query, dlse)), tiles, params)
+    dk = dv = dbias = dsinks = None
     if need_k or need_v:
-        launch = dict(num_warps=params.num_warps, num_stages=params.num_stages)
-        dk, dv = _keys(
-            query, key, value, optional, (dout, lse2, delta), (q_ids, kv_ids), (need_k, need_v), spec, launch
-        )
-    if need_q:
-        launch = dict(num_warps=params.num_warps_mn, num_stages=params.num_stages_mn)
-        tiles = dataclasses.replace(spec, block_q=params.blocksize_m, block_kv=params.blocksize_n)
-        dq = _queries(query, key, value, optional, (dout, lse2, delta), (q_ids, kv_ids), tiles, launch)
+        dk, dv = _keys(x, (lse2, delta), (need_k, need_v), spec, params)
     if need_bias:
-        dbias = _bias(query, key, value, bias, optional, (dout, lse2, delta), spec)
+        dbias = _bias(x, bias, (lse2, delta), spec)
     if need_sinks:
         probs = jnp.exp2(sinks.astype(jnp.float32)[None, :, None] * _LOG2E - lse2)
         dsinks = -(probs * delta).sum((0, 2))
-    return dq, dk, dv, dbias, dsinks
+    return dq if need_q else None, dk, dv, dbias, dsinks
 
 
-def _keys(query, key, value, optional, rows, ids, needs, spec: TritonSpec, launch: dict) -> list[jax.Array | None]:
+def _queries(x: _Backward, rows: tuple, spec: TritonSpec, params: Any) -> list[jax.Array]:
+    """Gradient of queries, and the two numbers of each query that the other kernels take."""
+    from .triton_bwd import attention_backward_q
+
+    batch, q_len, heads, _ = x.query.shape
+    ranges = block_ranges(*x.ids, spec.block_q, spec.block_kv)
+    sums = jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32)
+    dq = jax.ShapeDtypeStruct(x.query.shape if spec.want_dq else (1,), x.query.dtype)
+    return triton_call(
+        attention_backward_q, x.query, x.key, x.value, *x.optional, *_given(x.query, ranges), x.hidden, x.dout, *rows,
+        out_types=[dq, sums, sums], grid=(-(-q_len // spec.block_q) * heads * batch,), num_warps=params.num_warps_mn,
+        num_stages=params.num_stages_mn, name="flash_attention_bwd_q", spec=spec,
+    )  # fmt: skip
+
+
+def _keys(x: _Backward, sums: tuple, needs: tuple, spec: TritonSpec, params: Any) -> list[jax.Array | None]:
     """Gradients of keys and values, by one kernel; of wide heads by one each, for registers hold one sum only."""
     from .triton_bwd import attention_backward_kv
 
-    ranges = block_ranges(ids[1], ids[0], spec.block_kv, spec.block_q)
-    batch, kv_len, kv_heads, _ = key.shape
+    batch, kv_len, kv_heads, _ = x.key.shape
+    ranges = block_ranges(x.ids[1], x.ids[0], spec.block_kv, spec.block_q)
 
     def run(want_dk: bool, want_dv: bool) -> list[jax.Array]:
-        wanted = ((key, want_dk), (value, want_dv))
+        wanted = ((x.key, want_dk), (x.value, want_dv))
         return triton_call(
-            attention_backward_kv, query, key, value, *optional, *_given(query, ranges), *rows,
-            out_types=[jax.ShapeDtypeStruct(x.shape if want else (1,), x.dtype) for x, want in wanted],
-            grid=(-(-kv_len // spec.block_kv) * kv_heads * batch,), name="flash_attention_bwd_kv",
-            spec=dataclasses.replace(spec, want_dk=want_dk, want_dv=want_dv), **launch,
+            attention_backward_kv, x.query, x.key, x.value, *x.optional, *_given(x.query, ranges), x.hidden, x.dout,
+            *sums, out_types=[jax.ShapeDtypeStruct(a.shape if want else (1,), a.dtype) for a, want in wanted],
+            grid=(-(-kv_len // spec.block_kv) * kv_heads * batch,), num_warps=params.num_warps,
+            num_stages=params.num_stages, name="flash_attention_bwd_kv",
+            spec=dataclasses.replace(spec, want_dk=want_dk, want_dv=want_dv),
         )  # fmt: skip
 
     if all(needs) and not spec.is_wide:
         return list(run(True, True))
     return [run(True, False)[0] if needs[0] else None, run(False, True)[1] if needs[1] else None]
-
-
-def _queries(query, key, value, optional, rows, ids, spec: TritonSpec, launch: dict) -> jax.Array:
-    from .triton_bwd import attention_backward_q
-
-    ranges = block_ranges(*ids, spec.block_q, spec.block_kv)
-    batch, q_len, heads, _ = query.shape
-    return triton_call(
-        attention_backward_q, query, key, value, *optional, *_given(query, ranges), *rows,
-        out_types=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
-        grid=(-(-q_len // spec.block_q) * heads * batch,), name="flash_attention_bwd_q", spec=spec, **launch,
-    )[0]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +127,7 @@ class BiasSums:
     shape: tuple[int, int, int, int]
 
 
-def _bias(query, key, value, bias, optional, rows, spec: TritonSpec) -> jax.Array:
+def _bias(x: _Backward, bias: jax.Array, sums_of_rows: tuple, spec: TritonSpec) -> jax.Array:
     """The gradient of a bias in float32, summed over the axes that it broadcasts.
 
     A program that sums over a length takes one head of one example: there are too few otherwise.
@@ -121,7 +135,7 @@ def _bias(query, key, value, bias, optional, rows, spec: TritonSpec) -> jax.Arra
     from .triton_bwd import attention_backward_bias
 
     spec = dataclasses.replace(spec, block_q=64, block_kv=64)
-    full = (query.shape[0], query.shape[2], spec.q_len, spec.kv_len)
+    full = (x.query.shape[0], x.query.shape[2], spec.q_len, spec.kv_len)
     blocks = (*full[:2], -(-spec.q_len // 64), -(-spec.kv_len // 64))
     long = [n > 1 or size == 1 for n, size in zip(bias.shape, full)]
     if not (long[2] and long[3]):
@@ -133,7 +147,7 @@ def _bias(query, key, value, bias, optional, rows, spec: TritonSpec) -> jax.Arra
     )  # type: ignore[arg-type]
     grid = sums.tiles[0] * sums.tiles[1] * sums.tiles[2] * sums.tiles[3]
     (parts,) = triton_call(
-        attention_backward_bias, query, key, value, *optional, *rows,
+        attention_backward_bias, x.query, x.key, x.value, *x.optional, x.hidden, x.dout, *sums_of_rows,
         out_types=[jax.ShapeDtypeStruct(sums.shape, jnp.float32)], grid=(grid,), num_warps=4, num_stages=2,
         name="flash_attention_bwd_bias", spec=spec, sums=sums,
     )  # fmt: skip
@@ -141,23 +155,9 @@ def _bias(query, key, value, bias, optional, rows, spec: TritonSpec) -> jax.Arra
     return parts.sum(axes, keepdims=True) if axes else parts
 
 
-def _row_sums(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: Any) -> tuple[jax.Array, jax.Array]:
-    """What the backward kernels need of each query, `(batch, heads, q_len)`."""
-    live = lse > -jnp.inf
-    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse
-    lse2, delta = jnp.where(live, lse * _LOG2E, jnp.inf), jnp.where(live, delta, 0.0)
-    return lse2.transpose(0, 2, 1), delta.transpose(0, 2, 1)
-
-
-def _visible_keys(arrays: tuple) -> tuple:
-    """The operands, with keys that a mask hides from every query zeroed: what they hold must not reach a product."""
-    query, key, value, bias, mask, *rest = arrays
-    if mask is not None:
-        unseen = unseen_by_mask(mask, key.shape[2])[..., None]
-        key, value = (jnp.where(unseen, jnp.zeros_like(x), x) for x in (key, value))
-    return query, key, value, bias, mask, *rest
+def _hidden(mask: jax.Array | None, key: jax.Array) -> jax.Array | None:
+    """Flags of the keys that a mask hides from every query: what they hold must not reach a product."""
+    return None if mask is None else unseen_by_mask(mask, key.shape[2])
 
 
 def _given(query: jax.Array, *optional: Any) -> list[Any]:

@@ -19,8 +19,8 @@ class TritonSpec:
 
     `factor` scales what `logits` returns into base-2 logits, which it is already where `transformed`; `threshold` is
     the least random word that dropout keeps, 0 without dropout; strides are of `(batch, head, query, key)` in
-    elements, 0 along axes that broadcast. `want_dk` and `want_dv` are what the kernel of key and value gradients
-    computes.
+    elements, 0 along axes that broadcast. `want_dq`, `want_dk` and `want_dv` are what backward kernels compute;
+    `hidden_strides` are of the flags of hidden keys, `(batch, key, key head)`.
     """
 
     q_len: int
@@ -50,10 +50,13 @@ class TritonSpec:
     has_bias: bool
     has_mask: bool
     dead_rows: bool
+    has_dlse: bool = False
+    want_dq: bool = True
     want_dk: bool = True
     want_dv: bool = True
     bias_strides: tuple[int, int, int, int]
     mask_strides: tuple[int, int, int, int]
+    hidden_strides: tuple[int, int, int]
 
     @property
     def is_wide(self) -> bool:
@@ -132,6 +135,7 @@ def spec_of(arrays: tuple, statics: Statics, blocks: tuple[int, int]) -> TritonS
         dead_rows=_may_see_nothing(arrays, offset, left, positions),
         bias_strides=_strides(bias),
         mask_strides=_strides(mask),
+        hidden_strides=_hidden_strides(mask, key.shape[2]),
     )
 
 
@@ -150,6 +154,15 @@ def _strides(x: Any) -> tuple[int, int, int, int]:
         return 0, 0, 0, 0
     steps = [math.prod(x.shape[axis + 1 :]) for axis in range(4)]
     return tuple(0 if n == 1 else step for n, step in zip(x.shape, steps))  # type: ignore[return-value]
+
+
+def _hidden_strides(mask: Any, kv_heads: int) -> tuple[int, int, int]:
+    """Strides of what `unseen_by_mask` gives."""
+    if mask is None:
+        return 0, 0, 0
+    batch, heads, _, length = mask.shape
+    heads = kv_heads if heads > 1 else 1
+    return length * heads if batch > 1 else 0, heads if length > 1 else 0, 1 if heads > 1 else 0
 
 
 def _may_see_nothing(arrays: tuple, offset: int, left: int, positions: bool) -> bool:

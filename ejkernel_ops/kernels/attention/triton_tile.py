@@ -68,6 +68,13 @@ def visible(rows, cols, offset, kv_len, q_ids, kv_ids, mask_ptr, spec: tl.conste
 
 
 @triton.jit
+def seen_keys(hidden_ptr, cols, batch, kv_head, spec: tl.constexpr):
+    """Key numbers, with one past the last key in place of keys that the mask hides from every query."""
+    at = hidden_ptr + batch * spec.hidden_strides[0] + cols * spec.hidden_strides[1] + kv_head * spec.hidden_strides[2]
+    return tl.where(tl.load(at, mask=cols < spec.kv_len, other=0) != 0, spec.kv_len, cols)
+
+
+@triton.jit
 def offset_and_length(offset_ptr, lengths_ptr, batch, spec: tl.constexpr):
     """Position of the first query among the keys, and number of keys, of an example."""
     offset = spec.offset
