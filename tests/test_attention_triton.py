@@ -5,16 +5,33 @@ The interpreter checks every address, fills what was not written with NaN, and g
 
 from __future__ import annotations
 
+import functools
 import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_ops import AttentionConfig, BwdParams, FwdParams, flash_attention
+from ejkernel_ops import (
+    AttentionConfig,
+    BwdParams,
+    ConfigError,
+    FwdParams,
+    Key,
+    UnsupportedError,
+    device_fingerprint,
+    flash_attention,
+    get_invocations,
+    overlay_cache,
+)
+from ejkernel_ops.config.selection import heuristic
+from ejkernel_ops.registry import find_call
+from ejkernel_ops.utils.meta import call_sites, split_label
 
 from .attention_cases import EMPTY, HIDDEN, cotangents_of, inputs, jit, judge, neutral, run, static
-from .reference import assert_uniform, case_name, is_low, pairwise, probe_arrays
+from .ops import runs
+from .reference import assert_uniform, attention, case_name, is_low, pairwise, probe_arrays
 
 pytest.importorskip("triton", reason="needs triton, which there is for Linux")
 ON_GPU = jax.default_backend() == "gpu"
@@ -22,7 +39,7 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 
 @pytest.fixture(autouse=True)
-def _interpreted(monkeypatch):
+def interpreted(monkeypatch):
     if not ON_GPU:
         monkeypatch.setenv("EJKERNEL_OPS_INTERPRET", "1")
 
@@ -197,3 +214,236 @@ def test_dropout_keeps_the_probabilities_that_xla_keeps_in_both_directions():
 
     got, wanted = jit(lambda: (results("triton"), results("xla")))()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, wanted)
+
+
+# In programs
+
+
+def small(**options):
+    """Attention on Triton with small tiles."""
+    return functools.partial(flash_attention, config=SMALL, **EXACT, **options)
+
+
+def plain(**options):
+    """The same on XLA."""
+    return functools.partial(flash_attention, backend="xla", **EXACT, **options)
+
+
+def loss_of(attend):
+    return lambda *arrays, **others: (attend(*arrays, **others) ** 2).sum()
+
+
+def qkv(lengths=(17, 20), heads=(2, 1), batch=1, lead=()):
+    floats, rng = inputs(lengths, heads, (16, 16), batch=int(np.prod(lead, initial=batch)))
+    return [x.reshape(*lead, batch, *x.shape[1:]) for x in floats.values()], rng
+
+
+def agree(transformed, *arrays):
+    """Whether a program of either back end gives the same."""
+    got, wanted = (jit(transformed(make(causal=True)))(*arrays) for make in (small, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), got, wanted)
+
+
+TRANSFORMS = {
+    "vmap": (lambda f: jax.vmap(f), (2,)),
+    "nested vmap": (lambda f: jax.vmap(jax.vmap(f)), (2, 2)),
+    "vmap of grad": (lambda f: jax.vmap(jax.grad(loss_of(f), (0, 1, 2))), (2,)),
+    "grad of vmap": (lambda f: jax.grad(loss_of(jax.vmap(f)), (0, 1, 2)), (2,)),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_vmap_in_any_nesting(name):
+    transform, lead = TRANSFORMS[name]
+    agree(transform, *qkv(lead=lead)[0])
+
+
+def test_vmap_with_operands_that_are_not_mapped():
+    (query, key, value), rng = qkv(lead=(2,))
+    mask = rng.random((2, 1, 1, 17, 20)) < 0.7
+
+    def transform(attend):
+        over_query = jax.vmap(attend, (0, None, None))
+        over_mask = jax.vmap(lambda mask: attend(query[0], key[0], value[0], mask=mask))
+        return lambda q, k, v, mask: (
+            over_query(q, k, v),
+            jax.grad(loss_of(over_query), (0, 1, 2))(q, k, v),
+            over_mask(mask),
+        )
+
+    agree(transform, query, key[0], value[0], mask)
+
+
+def test_scan_and_remat():
+    (query, key, value), _ = qkv()
+
+    def transform(attend):
+        def layers(query, key, value):
+            body = jax.checkpoint(lambda q, _: (attend(q, key, value), None))
+            return (jax.lax.scan(body, query, None, length=2)[0] ** 2).sum()
+
+        return jax.value_and_grad(layers, (0, 1, 2))
+
+    agree(transform, query, key, value)
+
+
+def lowered_for_cuda(fn, *arrays):
+    """The program for a GPU, which need not be there."""
+    return jax.jit(fn).trace(*arrays).lower(lowering_platforms=("cuda",))
+
+
+def test_remat_that_saves_the_output_runs_the_forward_once():
+    arrays = qkv()[0]
+    policy = jax.checkpoint_policies.save_only_these_names("flash_attention")
+    for options, forwards in (({"policy": policy}, 1), ({}, 2)):
+        loss = jax.checkpoint(lambda *x: jnp.sin(small()(*x)).sum(), **options)
+        found = runs(lowered_for_cuda(jax.value_and_grad(loss), *arrays))
+        assert found == {"flash_attention@v1": forwards, "flash_attention_bwd@v1": 1}
+
+
+def test_the_program_for_a_gpu_has_the_kernels_and_says_what_they_run_with():
+    lowered = lowered_for_cuda(jax.grad(loss_of(small()), (0, 1, 2)), *qkv()[0])
+    assert lowered.as_text().count("triton_kernel_call") == 3  # forward, queries, keys and values
+    sites = {split_label(site.label)[0]: site.config for site in call_sites(lowered)}
+    assert "backend=triton" in sites["flash_attention@v1"]
+    assert "bwd.num_stages_mn=2" in sites["flash_attention_bwd@v1"]
+
+
+def test_a_program_can_be_exported_for_a_gpu():
+    pytest.importorskip("flatbuffers")
+    checks = [jax.export.DisabledSafetyCheck.custom_call(n) for n in ("triton_kernel_call", "triton_kernel_call_ffi")]
+    arrays = qkv()[0]
+    exported = jax.export.export(jax.jit(small()), platforms=["cuda"], disabled_checks=checks)(*arrays)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.out_avals[0].shape == arrays[0].shape
+    assert "triton_kernel_call" in again.mlir_module()
+
+
+def test_only_the_gradients_that_are_asked_for_are_computed():
+    arrays = qkv()[0]
+    kernels = {(0,): 2, (1,): 3, (2,): 3, (0, 1, 2): 3}  # of one array: the queries' kernel sums for the others, too
+    for wanted, count in kernels.items():
+        lowered = lowered_for_cuda(jax.grad(loss_of(small()), wanted), *arrays)
+        assert lowered.as_text().count("triton_kernel_call") == count
+    gradients = jit(lambda *x: [jax.grad(loss_of(small()), i)(*x) for i in range(3)])(*arrays)
+    for got, want in zip(gradients, jit(jax.grad(loss_of(plain()), (0, 1, 2)))(*arrays)):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_shapes_are_known_without_running():
+    (query, key, value), _ = qkv()
+    out, lse = jax.eval_shape(small(return_lse=True), query, key, value)
+    assert (out.shape, lse.shape, lse.dtype) == (query.shape, query.shape[:3], jnp.float32)
+
+
+def test_x64_changes_nothing_for_float32_and_refuses_float64():
+    arrays = qkv()[0]
+    before = small()(*arrays)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(small()(*arrays), before)
+        with pytest.raises(UnsupportedError, match="float64"):
+            small()(*(x.astype(np.float64) for x in arrays))
+
+
+def test_debug_nans_finds_none_where_rows_are_empty():
+    (query, key, value), _ = qkv()
+    mask = np.ones((1, 1, 17, 20), bool)
+    mask[:, :, 3] = False
+    with jax.debug_nans(True):
+        jit(jax.grad(loss_of(small()), (0, 1, 2)))(query, key, value, mask=mask)
+
+
+def test_forward_mode_and_second_order_name_the_back_end_that_has_them():
+    query, key, value = qkv()[0]
+    attend = small()
+    with pytest.raises(UnsupportedError, match="backend='xla'"):
+        jit(lambda q: jax.jvp(lambda q: attend(q, key, value), (q,), (q,)))(query)
+    with pytest.raises(UnsupportedError, match="backend='xla'"):
+        jit(lambda q: jax.grad(lambda q: jax.grad(lambda q: loss_of(attend)(q, key, value))(q).sum())(q))(query)
+
+
+def test_equal_inputs_give_equal_bits_in_each_run_and_place_of_the_batch():
+    floats, rng, others = neutral()
+    floats, others = ({n: np.stack([x[0]] * 2) for n, x in a.items()} for a in (floats, others))
+    cotangents = tuple(np.stack([x[0]] * 2) for x in cotangents_of(floats, rng))
+    first, second = (run(floats, others, cotangents, static(**ALL_MASKS)) for _ in range(2))
+    for name, x in first.items():
+        np.testing.assert_array_equal(x, second[name], err_msg=name)
+        np.testing.assert_array_equal(x[0], x[1], err_msg=name)
+
+
+@pytest.mark.parametrize("forward", ["triton", "xla"])
+def test_each_direction_may_run_on_another_back_end(forward):
+    arrays = qkv()[0]
+    query, key, value = map(jax.typeof, map(jnp.asarray, arrays))
+    wanted = jit(jax.grad(loss_of(plain(causal=True)), (0, 1, 2)))(*arrays)
+    lowered = jax.jit(jax.grad(loss_of(plain(causal=True)), (0, 1, 2))).lower(query, key, value)
+    sides = {"flash_attention": forward, "flash_attention_bwd": "xla" if forward == "triton" else "triton"}
+    pinned = {}
+    for op, by_key in get_invocations().items():
+        for call_key in by_key:
+            inv = find_call(Key(device_fingerprint(), op, call_key))
+            backend = sides[op.split("@")[0]]
+            pinned[Key(device_fingerprint(), op, call_key)] = heuristic(inv, backend)
+    with overlay_cache(pinned):
+        step = jit(jax.grad(loss_of(functools.partial(flash_attention, causal=True, **EXACT)), (0, 1, 2)))
+        found = {split_label(s.label)[0].split("@")[0]: s.config for s in call_sites(step.lower(*arrays))}
+        assert {op: f"backend={side}" in found[op] for op, side in sides.items()} == dict.fromkeys(sides, True)
+        for got, want in zip(step(*arrays), wanted):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+    assert lowered
+
+
+# Programs of the public reports that the kernels must get right
+
+
+def test_large_scores_and_zero_cotangents_give_no_nan():
+    floats, rng, others = neutral()
+    floats["bias"] = np.where(rng.random((2, 4, 6, 9)) < 0.5, np.float32(1e4), np.float32(-1e4))
+    dout, dlse = cotangents_of(floats, rng)
+    got = run(floats, others, (dout, dlse), static(**ALL_MASKS))
+    exact = attention(floats, dout=dout, dlse=dlse, causal=True, **others)
+    for name, x in got.items():
+        np.testing.assert_allclose(x, exact[name], rtol=2e-3, atol=2e-3 * np.abs(exact[name]).max(), err_msg=name)
+    zero = run(floats, others, jax.tree.map(np.zeros_like, (dout, dlse)), static(**ALL_MASKS))
+    assert all(not np.any(zero[n]) for n in floats)
+
+
+def test_a_float32_bias_beside_bfloat16_arrays_has_a_float32_gradient():
+    floats, rng = inputs((17, 17), (2, 1), (16, 16), dtype=jnp.bfloat16)
+    floats["bias"] = np.where(np.tri(17, dtype=bool), 0, np.finfo(np.float16).min).astype(np.float32)[None, None]
+    got = judge(floats, rng, config=SMALL, repeats=8)
+    assert got["bias"].dtype == np.float32
+
+
+def test_sums_are_in_float32_over_many_keys():
+    floats, rng = inputs((2, 1 << 12), (1, 1), (16, 16), dtype=jnp.bfloat16, batch=1)
+    floats["query"] *= 0.1
+    floats["value"] = (1 + 0.1 * floats["value"]).astype(jnp.bfloat16)
+    judge(floats, rng, config=tiles((16, 128), (16, 128), (16, 128)), repeats=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": jnp.float64}, "float64"),
+        ({"dims": (264, 8)}, "264"),
+        ({"lengths": (0, 8)}, "empty"),
+        ({"config": tiles((24, 16))}, "powers of two"),
+        ({"config": tiles((16, 8))}, "16 to 256"),
+    ],
+    ids=str,
+)
+def test_what_triton_cannot_do_is_refused_with_the_reason(options, words):
+    options = {"lengths": (8, 8), "dims": (8, 8), "dtype": jnp.float32, "config": SMALL} | options
+    with jax.enable_x64(True):
+        floats, _ = inputs(options["lengths"], (2, 1), options["dims"], options["dtype"])
+        with pytest.raises((UnsupportedError, ConfigError), match=words):
+            flash_attention(**floats, config=options["config"])
+
+
+def test_on_a_cpu_triton_is_refused_unless_it_is_to_be_interpreted(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_INTERPRET", "0")
+    floats, _ = inputs((5, 5))
+    with pytest.raises(UnsupportedError, match="EJKERNEL_OPS_INTERPRET=1"):
+        jax.jit(lambda floats: flash_attention(**floats, backend="triton")).lower(floats)
