@@ -11,9 +11,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from ejkernel_ops import Invocation, Kernel, doctor, kernels
+from ejkernel_ops import Invocation, Kernel, doctor, doctor_report, kernels
 from ejkernel_ops.__main__ import main
-from ejkernel_ops.doctor import Device, Finding, Report, Run
+from ejkernel_ops.doctor_report import Device, Finding, Report, Run
 
 ROOT = Path(__file__).parent.parent
 CPU, GPU = Device("cpu", "cpu"), Device("gpu", "NVIDIA H100", "9.0", 60 << 30, 232448)
@@ -104,7 +104,7 @@ def test_every_op_has_a_tiny_call():
 
 
 def test_the_supported_jax_is_that_of_the_package():
-    assert f'"{doctor._JAX}"' in (ROOT / "pyproject.toml").read_text()
+    assert f'"{doctor_report._JAX}"' in (ROOT / "pyproject.toml").read_text()
 
 
 # What children answer

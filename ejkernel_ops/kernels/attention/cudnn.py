@@ -35,6 +35,7 @@ _NEG_INF = -float("inf")
 
 # 9.10.0 and 9.10.1 have known bugs, earlier ones no window beside a bias; compute capability 10.3 needs 9.11.
 _CUDNN = 91100
+_NO_GPU = "cuDNN needs an NVIDIA GPU"
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _ARRAYS = (
     "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v"
@@ -213,9 +214,9 @@ def _first(limits: Sequence[tuple[bool, str]]) -> str | None:
 
 
 def missing() -> str | None:
-    """What this process lacks to use cuDNN at all; `None` where it lacks nothing."""
+    """What an installation lacks for cuDNN, on a machine that has a GPU; `None` where it lacks nothing."""
     machine = _machine()
-    return machine if isinstance(machine, str) else None
+    return machine if isinstance(machine, str) and not machine.startswith(_NO_GPU) else None
 
 
 def _machine() -> tuple[tuple[int, ...], int] | str:
@@ -226,9 +227,9 @@ def _machine() -> tuple[tuple[int, ...], int] | str:
     try:
         capability = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "")
     except RuntimeError:
-        return "cuDNN needs an NVIDIA GPU, and this process has no GPU"
+        return f"{_NO_GPU}, and this process has no GPU"
     if not re.fullmatch(r"\d+\.\d+", capability):
-        return "cuDNN needs an NVIDIA GPU"
+        return _NO_GPU
     try:
         version = module.check_cudnn_version()
     except RuntimeError as error:

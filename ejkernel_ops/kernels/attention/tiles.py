@@ -232,18 +232,18 @@ def _lengths(inv: Invocation) -> tuple[int, int]:
     return inv.arguments["query"].shape[1], inv.arguments["key"].shape[1]
 
 
-def illegal_forward(inv: Invocation, params: FwdParams) -> str | None:
+def illegal_forward(inv: Invocation, params: FwdParams | None) -> str | None:
     """Why the forward kernel cannot run with some parameters; `None` where it can."""
-    if reason := _missing(params, FORWARD_FIELDS):
-        return reason
+    if params is None or (missing := _missing(params, FORWARD_FIELDS)):
+        return "fwd is missing" if params is None else missing
     room = Room.of(inv)
     return room.fault(forward_tile(params), room.forward)
 
 
-def illegal_backward(inv: Invocation, params: BwdParams) -> str | None:
+def illegal_backward(inv: Invocation, params: BwdParams | None) -> str | None:
     """The same of the backward kernels."""
-    if reason := _missing(params, BACKWARD_FIELDS):
-        return reason
+    if params is None or (missing := _missing(params, BACKWARD_FIELDS)):
+        return "bwd is missing" if params is None else missing
     room = Room.of(inv)
     return room.fault(keys_tile(params), room.keys) or room.fault(queries_tile(params), room.queries)
 

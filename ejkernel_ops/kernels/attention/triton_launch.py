@@ -122,9 +122,9 @@ class BiasSums:
     over, `shape` what they write.
     """
 
-    tiles: tuple[int, int, int, int]
-    each: tuple[int, int, int, int]
-    shape: tuple[int, int, int, int]
+    tiles: tuple[int, ...]
+    each: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 def _bias(x: _Backward, bias: jax.Array, sums_of_rows: tuple, spec: TritonSpec) -> jax.Array:
@@ -144,7 +144,7 @@ def _bias(x: _Backward, bias: jax.Array, sums_of_rows: tuple, spec: TritonSpec) 
         tiles=tuple(n if whole else 1 for n, whole in zip(blocks, long)),
         each=tuple(1 if whole else n for n, whole in zip(blocks, long)),
         shape=tuple(n if whole else 1 for n, whole in zip(full, long)),
-    )  # type: ignore[arg-type]
+    )
     grid = sums.tiles[0] * sums.tiles[1] * sums.tiles[2] * sums.tiles[3]
     (parts,) = triton_call(
         attention_backward_bias, x.query, x.key, x.value, *x.optional, x.hidden, x.dout, *sums_of_rows,

@@ -5,6 +5,9 @@ the same code serves tiles of queries by keys and of keys by queries. Logits are
 product of its own. `spec` is a `TritonSpec`: what it turns off is not compiled.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# A constant has the attributes of its value, and Triton unrolls what Python could not iterate over.
+
 import triton
 import triton.language as tl
 
