@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel_ops as ek
-from ejkernel_ops import AttentionConfig, ConfigSelectorChain, autotune_lowered, flash_attention
+from ejkernel_ops import ConfigSelectorChain, autotune_lowered, flash_attention
 from ejkernel_ops.kernels.attention import cudnn
 from ejkernel_ops.utils.meta import call_sites, split_label
 
@@ -112,7 +112,5 @@ def _pinned(given, sides):
         key = ek.Key(ek.device_fingerprint(), op, call_key)
         inv = ek.registry.find_call(key)
         side = sides[op.split("@")[0]]
-        pinned[key] = (
-            AttentionConfig(backend="cudnn") if side == "cudnn" else getattr(inv.kernel, f"heuristic_cfg_{side}")(inv)
-        )
+        pinned[key] = getattr(inv.kernel, f"heuristic_cfg_{side}")(inv)
     return pinned

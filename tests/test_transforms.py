@@ -282,8 +282,10 @@ def test_backward_of_attention_has_a_key_for_each_set_of_needed_gradients():
 
 
 def test_exported_programs_compute_the_same_and_keep_their_labels():
+    attend = functools.partial(flash_attention, backend="xla")  # JAX vouches for no custom call of a GPU
+
     def both(*arrays):
-        return flash_attention(*arrays), gradients(flash_attention)(*arrays)
+        return attend(*arrays), gradients(attend)(*arrays)
 
     exported = jax.export.export(jax.jit(both), platforms=("cpu", "cuda"))(*QKV0)
     close(fast(exported.call, *QKV0), fast(both, *QKV0))

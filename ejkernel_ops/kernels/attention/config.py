@@ -20,9 +20,11 @@ class AttentionConfig(OpConfig):
     """Back end and tile sizes of `flash_attention`; a field left `None` inherits.
 
     Args:
-        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which `flash_attention` has `"xla"` so far.
-        fwd: `q_blocksize` and `kv_blocksize` of the forward kernel, in rows.
-        bwd: the same of the backward kernel.
+        backend: `"triton"`, `"cudnn"` or `"xla"`.
+        fwd: `q_blocksize` and `kv_blocksize` of the forward kernel, in rows; of Triton's `num_warps` and
+            `num_stages`, too. cuDNN has no parameters.
+        bwd: the same of the backward kernel; on Triton of the kernel of key and value gradients, beside
+            `blocksize_m` (queries), `blocksize_n` (keys), `num_warps_mn` and `num_stages_mn` of that of queries.
 
     Raises:
         ConfigError: a field of the wrong type, or an unknown back end.

@@ -77,12 +77,12 @@ def flash_attention(
             are Philox of (seed of the example, head, query, key), so they do not depend on block sizes.
         dropout_rng: JAX PRNG key; needed if `dropout_rate` is positive.
         return_lse: also return the log-sum-exp of the logits.
-        deterministic: gradients are the same bits in each run; `False` allows faster ways, of which there are none
-            so far.
+        deterministic: gradients are the same bits in each run; `False` allows faster ways: cuDNN's, which adds in
+            any order.
         context_axis: mesh axis over which the length is split; not supported yet.
-        precision: of the products, as in `jax.lax.Precision`; default JAX's.
+        precision: of the products, as in `jax.lax.Precision`; default JAX's. On a GPU that is TF32 for float32.
         config: back end and tile sizes; what it leaves open is chosen.
-        backend: `"xla"`, the only one so far, or `None` for the best one.
+        backend: `"triton"`, `"cudnn"` or `"xla"`; `None` for the best one that can do the call.
         cfg: another spelling of `config`.
 
     Returns:

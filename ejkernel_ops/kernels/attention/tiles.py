@@ -1,7 +1,7 @@
 """Tiles of the Triton kernels of attention: which are legal, which are worth trying, which one to start from.
 
-The lists are what won or came near it on an H200 (`docs/benchmarks/attention_tiles.csv`); closed formulas for shared
-memory and registers drop those that a call's options and types leave no room for.
+The lists are what won or came near it on an H200, the fastest first; closed formulas for shared memory and registers
+drop those that a call's options and types leave no room for.
 """
 
 from __future__ import annotations
