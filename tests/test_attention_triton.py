@@ -25,6 +25,7 @@ from ejkernel_ops import (
     overlay_cache,
 )
 from ejkernel_ops.config.selection import heuristic
+from ejkernel_ops.kernels.attention.triton_spec import dot_precision
 from ejkernel_ops.registry import find_call
 from ejkernel_ops.utils.meta import call_sites, split_label
 
@@ -442,3 +443,62 @@ def test_on_a_cpu_triton_is_refused_unless_it_is_to_be_interpreted(monkeypatch):
     floats, _ = inputs((5, 5))
     with pytest.raises(UnsupportedError, match="EJKERNEL_OPS_INTERPRET=1"):
         jax.jit(lambda floats: flash_attention(**floats, backend="triton")).lower(floats)
+
+
+@pytest.mark.parametrize("forward", ["triton", "xla"])
+@pytest.mark.parametrize("lowest", [np.finfo(np.float32).min, -3e38, -1e9], ids=str)
+def test_biases_of_great_size_are_no_minus_inf_and_make_no_nan(lowest, forward):
+    floats, rng = inputs((17, 18), (2, 1), (16, 16), batch=1)
+    floats["bias"] = np.where(np.arange(17)[:, None] < 5, lowest, np.where(np.tri(17, 18, dtype=bool), 0, lowest))
+    floats["bias"] = floats["bias"].astype(np.float32)[None, None]
+    cotangents = cotangents_of(floats, rng)
+    with overlay_cache(pinned_sides(floats, forward, "triton")):
+        got = run(floats, {}, cotangents, static(None, **EXACT))
+    assert all(np.isfinite(x).all() for x in got.values())
+    probs = np.full((5, 18), 1 / 18, np.float32)  # of rows in which all keys weigh alike
+    uniform = np.einsum("qk,bkhd->bqhd", probs, np.repeat(floats["value"], 2, axis=2))
+    if lowest < -1e30:  # to -1e9 the products still add a little
+        np.testing.assert_allclose(got["out"][:, :5], uniform, rtol=1e-5, atol=1e-5)
+
+
+def pinned_sides(floats, forward, backward):
+    """An overlay that has each direction of a call of `run` on one back end."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), floats)
+    out = jax.eval_shape(lambda x: flash_attention(**x, return_lse=True, backend="xla"), shapes)
+    sides = {"flash_attention": forward, "flash_attention_bwd": backward}
+    pinned = {}
+    for site in call_sites(run.lower(shapes, {}, out, static(None, **EXACT))):
+        op, call_key = split_label(site.label)
+        key = Key(device_fingerprint(), op, call_key)
+        pinned[key] = heuristic(find_call(key), sides[op.split("@")[0]])
+    return pinned
+
+
+def test_offsets_of_any_size_hide_or_show_all_keys():
+    query, key, value = qkv((5, 20))[0]
+    far = [2**31 - 1, 2**30, 2**31 - 20, -(2**31), -(2**30)]
+
+    def attend(offset, **options):
+        return flash_attention(query, key, value, causal=True, q_offset=offset, **options, **EXACT)
+
+    everything = flash_attention(query, key, value, **EXACT)
+    for options in ({"config": SMALL}, {"backend": "xla"}):
+        outs = jit(lambda offsets, o=options: [attend(offset, **o) for offset in offsets])(np.asarray(far, np.int32))
+        for n, out in zip(far, outs):
+            np.testing.assert_allclose(out, everything if n > 0 else np.zeros_like(out), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "way"),
+    [(None, "tf32"), ("high", "tf32x3"), (("highest", "default"), "ieee"), ("F64_F64_F64", None)],
+    ids=str,
+)
+def test_precisions_are_honoured_or_refused(precision, way):
+    assert dot_precision(precision) == way
+    floats, _ = inputs((5, 5))
+    call = functools.partial(flash_attention, **floats, precision=precision, config=SMALL)
+    if way is None:
+        with pytest.raises(UnsupportedError, match="F64_F64_F64"):
+            jit(call).lower()
+    else:
+        jit(call).lower()

@@ -53,7 +53,7 @@ def invocations(dim=128, length=2048, heads=8, kv_heads=8, v_dim=None, dtype=jnp
 
 
 def kernels_of(inv, configs):
-    """Each kernel of some configs once, with what its tile needs by the formula; without that of a bias's gradient."""
+    """Each kernel of some configs once, with what its tile needs by the formula."""
     found, room = {}, tiles.Room.of(inv)
     for cfg in configs:
         if cfg.fwd:
@@ -63,6 +63,8 @@ def kernels_of(inv, configs):
                 "flash_attention_bwd_kv": room.keys(tiles.keys_tile(cfg.bwd)),
                 "flash_attention_bwd_q": room.queries(tiles.queries_tile(cfg.bwd)),
             }
+            if inv.needs[3]:
+                needs["flash_attention_bwd_bias"] = room.bias_gradient(tiles.bias_tile(room))
         made = launches(program(inv, cfg), *inv.operands)
         assert set(needs) <= {launch.name for launch in made}
         found |= {launch: needs[launch.name] for launch in made if launch.name in needs}
@@ -114,6 +116,12 @@ def test_other_types_and_dims_compile():
     for calls in (invocations(80, v_dim=48), invocations(64, dtype=jnp.float32), invocations(64, dtype=jnp.float16)):
         for inv in calls:
             assert_fit(inv, [inv.kernel.heuristic_cfg_triton(inv)])
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(256, jnp.bfloat16), (128, jnp.float32)])
+def test_the_gradient_of_a_bias_fits_where_heads_are_wide(dim, dtype):
+    inv = invocations(dim, length=256, dtype=dtype, options=("bias",))[1]
+    assert_fit(inv, [inv.kernel.heuristic_cfg_triton(inv)])
 
 
 @pytest.mark.parametrize("smaller", [101376, 49152])

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 
+import jax
 import jax.numpy as jnp
 
 from ...core.invocation import Invocation
 from ...triton_call import unavailable
 from ...utils.fingerprint import platform_kind
 from . import cudnn, tiles
+from .triton_spec import dot_precision
 from .xla import Statics
 
 _MOST_DIM = 256
 _INT32 = 2**31
+_OLDEST = (8, 0)  # before it bfloat16 has no tensor cores
 
 
 def unsupported(inv: Invocation, backend: str) -> str | None:
@@ -33,6 +37,8 @@ def _unsupported_triton(inv: Invocation) -> str | None:
     query, key, value = (inv.arguments[name] for name in ("query", "key", "value"))
     if inv.platform == "rocm":
         return "the Triton kernels are for NVIDIA GPUs"
+    if (capability := _capability()) is not None and capability < _OLDEST:
+        return f"the Triton kernels need compute capability 8.0, this GPU has {'.'.join(map(str, capability))}"
     if query.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"Triton takes bfloat16, float16 and float32, these are {query.dtype}"
     if max(query.shape[3], value.shape[3]) > _MOST_DIM:
@@ -41,13 +47,26 @@ def _unsupported_triton(inv: Invocation) -> str | None:
         )
     if 0 in (*query.shape, *key.shape, *value.shape):
         return "an array is empty"
-    if max(x.size // x.shape[0] for x in (query, key, value)) >= _INT32:
-        return "one example has 2**31 numbers or more"
+    out_size = query.size // query.shape[3] * value.shape[3]
+    if max(out_size, query.size, key.size, value.size) // query.shape[0] >= _INT32:
+        return "one example has 2**31 numbers or more, beyond what the kernels can address: split heads or length"
+    if query.dtype == jnp.float32 and dot_precision(inv.kwargs["precision"]) is None:
+        return f"Triton has no products of precision {inv.kwargs['precision']!r}"
     for name in ("bias", "sinks"):
         x = inv.arguments[name]
         if x is not None and x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            return f"Triton takes a {name} in bfloat16, float16 or float32, this is {x.dtype}"
+            return f"Triton takes a {name} in bfloat16, float16 or float32, this is {x.dtype}: cast it"
     return None
+
+
+@functools.cache
+def _capability() -> tuple[int, ...] | None:
+    """Compute capability of this process's GPU; `None` where there is none to ask."""
+    try:
+        text = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "")
+    except RuntimeError:
+        return None
+    return tuple(map(int, text.split("."))) if re.fullmatch(r"\d+\.\d+", text) else None
 
 
 def _without_room(inv: Invocation) -> str | None:
@@ -60,21 +79,26 @@ def _without_room(inv: Invocation) -> str | None:
 def preferred(inv: Invocation) -> str:
     """The back end that a call gets without tuning: the fastest one as measured on Hopper, of those that can do it.
 
-    On a GPU a back end that is there but for an installation is missed with a warning, once.
+    On a GPU a faster one that only has to be installed is missed with a warning, once.
     """
     if platform_kind(inv.platform) != "gpu":
         return "xla"
-    reasons = {backend: unsupported(inv, backend) for backend in ("cudnn", "triton")}
+    for backend in _order(inv):
+        if (reason := unsupported(inv, backend)) is None:
+            return backend
+        if reason == (unavailable() if backend == "triton" else cudnn.missing()):
+            _warn(backend, reason)
+    return "xla"
+
+
+def _order(inv: Invocation) -> tuple[str, ...]:
+    """The back ends before XLA, the fastest first."""
+    if inv.arguments["query"].dtype == jnp.float32 and dot_precision(inv.kwargs["precision"]) == "ieee":
+        return ()  # products without tensor cores are cuBLAS's domain
     dense = inv.arguments["bias"] is not None or inv.arguments["mask"] is not None  # cuDNN reads all of it as a bias
-    order = ("triton", "cudnn") if dense else ("cudnn", "triton")
-    chosen = next((backend for backend in order if reasons[backend] is None), "xla")
-    if chosen != "triton" and (missing := unavailable()) and reasons["triton"] == missing:
-        _warn(f"attention runs on {chosen} instead of Triton where that would be chosen: {missing}")
-    if reasons["cudnn"] and (missing := cudnn.missing()) and reasons["cudnn"] == missing:
-        _warn(f"attention runs on {chosen} instead of cuDNN where that would be chosen: {missing}")
-    return chosen
+    return ("triton", "cudnn") if dense else ("cudnn", "triton")
 
 
 @functools.cache  # once in a process
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
+def _warn(backend: str, reason: str) -> None:
+    warnings.warn(f"attention would run on {backend}, and takes the next back end: {reason}", stacklevel=2)

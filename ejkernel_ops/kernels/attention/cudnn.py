@@ -136,6 +136,7 @@ def _unsupported_arguments(
             f"softmax_scale is {statics.softmax_scale}: cuDNN is used with positive ones only",
         ),
         ("sinks" in given, "cuDNN in JAX has no sinks"),
+        ("bias" in given, "cuDNN makes NaN of biases of great size, which hide keys elsewhere"),
         (bool(given & {"q_segment_ids", "kv_segment_ids"}), "segment ids have no form in cuDNN; a mask has"),
         ("q_offset" in given, "q_offset is an array: cuDNN's first query is at a position known in advance"),
         (backward and "dlse" in given, "cuDNN has no gradient through the log-sum-exp"),
@@ -196,16 +197,11 @@ def _unsupported_machine(head_dim: int, backward: bool) -> str | None:
     major = capability[0]
     # Hopper alone has gradients beyond 128; Ampere neither direction.
     most = 256 if major == 9 or (major > 9 and not backward) else 128
-    have = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     limits = (
         (major < 8, f"cuDNN's attention needs compute capability 8.0, this GPU has {'.'.join(map(str, capability))}"),
-        (
-            version < _CUDNN,
-            f"cuDNN is {have}, 9.11 is needed: install a newer nvidia-cudnn-cu13 (or -cu12) from where jax came from",
-        ),
         (head_dim > most, f"cuDNN needs a head_dim of at most {most} here, this is {head_dim}"),
     )
-    return _first(limits)
+    return _first(limits) or _too_old(version)
 
 
 def _first(limits: Sequence[tuple[bool, str]]) -> str | None:
@@ -216,7 +212,15 @@ def _first(limits: Sequence[tuple[bool, str]]) -> str | None:
 def missing() -> str | None:
     """What an installation lacks for cuDNN, on a machine that has a GPU; `None` where it lacks nothing."""
     machine = _machine()
-    return machine if isinstance(machine, str) and not machine.startswith(_NO_GPU) else None
+    if isinstance(machine, str):
+        return None if machine.startswith(_NO_GPU) else machine
+    return _too_old(machine[1])
+
+
+def _too_old(version: int) -> str | None:
+    have = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    hint = "install a newer nvidia-cudnn-cu13 (or -cu12) from where jax came from"
+    return f"cuDNN is {have}, 9.11 is needed: {hint}" if version < _CUDNN else None
 
 
 def _machine() -> tuple[tuple[int, ...], int] | str:

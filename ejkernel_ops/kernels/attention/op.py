@@ -232,6 +232,9 @@ def _offset(q_offset: Any, batch: int, end: int) -> tuple[int | None, Any]:
             raise ValueError(f"q_offset is {q_offset}; expected a position that an int32 holds")
         return int(q_offset), None
     q_offset = as_array("q_offset", q_offset)
+    if jnp.issubdtype(q_offset.dtype, jnp.integer):  # further is as good, and positions and windows can be added to it
+        limits = jnp.iinfo(q_offset.dtype)
+        q_offset = jnp.clip(q_offset, max(-_FAR // 2, limits.min), min(_FAR // 2, limits.max))
     if q_offset.ndim == 0:
         q_offset = jnp.broadcast_to(q_offset, (batch,))
     return None, _ints("q_offset", q_offset, (batch,))

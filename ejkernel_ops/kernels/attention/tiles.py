@@ -18,10 +18,10 @@ from ...core.invocation import Invocation
 from ...params import BwdParams, FwdParams
 from ...utils.fingerprint import platform_kind
 from .config import AttentionConfig
-from .triton_spec import is_exact, width
+from .triton_spec import dot_precision, width
 
 _HOPPER_SHARED = 232448
-_MOST_REGISTERS = 208  # of a thread, for sums and scores
+_MOST_REGISTERS, _ALL_REGISTERS = 208, 1 << 16  # of a thread, for sums and scores; of all threads of a program
 _MOST_CANDIDATES = 24
 
 
@@ -68,6 +68,7 @@ _QUERIES = {
     128: _tiles((128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
     256: _tiles((128, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 8, 2)),
 }
+_BIAS = _tiles((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1))
 # Products in float32 proper are sums of a thread's own, which holds its part of both operands.
 _EXACT = _tiles((32, 32, 4, 2), (32, 16, 4, 2), (16, 16, 4, 2))
 
@@ -126,14 +127,29 @@ class Room:
     @classmethod
     def of(cls, inv: Invocation) -> Room:
         """The room of a call."""
-        query, value, bias, mask = (inv.arguments[n] for n in ("query", "value", "bias", "mask"))
+        query, value, bias, mask = (inv.arguments[name] for name in ("query", "value", "bias", "mask"))
+        statics = inv.kwargs
+        return cls.of_operands(
+            query, value, bias, mask, statics["dropout_rate"], statics["precision"], inv.platform
+        )  # fmt: skip
+
+    @classmethod
+    def of_operands(
+        cls, query: Any, value: Any, bias: Any, mask: Any, dropout_rate: float, precision: Any, platform: str | None
+    ) -> Room:
+        """The room of a call with these operands."""
         itemsize = np.dtype(query.dtype).itemsize
         dense = [x is not None and x.shape[2] > 1 and x.shape[3] > 1 for x in (bias, mask)]
         return cls(
-            width(query.shape[3]), width(value.shape[3]), itemsize, np.dtype(bias.dtype).itemsize if dense[0] else 0,
-            1 if dense[1] else 0, 1 if inv.kwargs["dropout_rate"] else 0,
-            itemsize == 4 and is_exact(inv.kwargs["precision"]), shared_memory(inv.platform),
-        )  # fmt: skip
+            d=width(query.shape[3]),
+            e=width(value.shape[3]),
+            itemsize=itemsize,
+            bias=np.dtype(bias.dtype).itemsize if dense[0] else 0,
+            mask=1 if dense[1] else 0,
+            dropout=1 if dropout_rate else 0,
+            exact=itemsize == 4 and dot_precision(precision) == "ieee",
+            shared=shared_memory(platform),
+        )
 
     @property
     def is_wide(self) -> bool:
@@ -160,6 +176,11 @@ class Room:
         registers = (tile.q * self.d + 2 * tile.q * tile.kv) / (32 * tile.warps)
         return Needs(shared + self._scores(tile), registers)
 
+    def bias_gradient(self, tile: Tile) -> Needs:
+        """What a tile of the kernel of a bias's gradient needs: all of its operands are under way."""
+        shared = self.itemsize * tile.stages * (tile.q + tile.kv) * (self.d + self.e)
+        return Needs(shared + self._scores(tile), 3 * tile.q * tile.kv / (32 * tile.warps))
+
     def _scores(self, tile: Tile) -> int:
         """Shared memory of the tiles of a bias and a mask that are under way, and of dropout's bits."""
         return ((self.bias + self.mask) * (tile.stages - 1) + self.dropout) * tile.q * tile.kv
@@ -171,8 +192,12 @@ class Room:
         found = needs(tile)
         if found.shared > self.shared:
             return f"{tile} needs {found.shared} bytes of shared memory, this device has {self.shared}"
-        if found.registers > _MOST_REGISTERS:
-            return f"{tile} needs {found.registers:.0f} registers of a thread for sums and scores"
+        most = min(_MOST_REGISTERS, _ALL_REGISTERS // (32 * tile.warps))
+        if found.registers > most:
+            return (
+                f"{tile} needs {found.registers:.0f} registers of a thread for sums and scores, and has {most}: take "
+                "fewer rows, or with few warps more of them"
+            )
         return None
 
 
@@ -228,6 +253,12 @@ def backward_tiles(inv: Invocation) -> list[tuple[Tile, Tile]]:
     return [(keys[i], queries[j]) for _, i, j in pairs]
 
 
+def bias_tile(room: Room) -> Tile:
+    """The tile of the kernel of a bias's gradient: the largest that a call has room for."""
+    fitting = [t for t in (_EXACT if room.exact else _BIAS) if room.fault(t, room.bias_gradient) is None]
+    return [*fitting, _BIAS[-1]][0]
+
+
 def _lengths(inv: Invocation) -> tuple[int, int]:
     return inv.arguments["query"].shape[1], inv.arguments["key"].shape[1]
 
@@ -245,7 +276,8 @@ def illegal_backward(inv: Invocation, params: BwdParams | None) -> str | None:
     if params is None or (missing := _missing(params, BACKWARD_FIELDS)):
         return "bwd is missing" if params is None else missing
     room = Room.of(inv)
-    return room.fault(keys_tile(params), room.keys) or room.fault(queries_tile(params), room.queries)
+    fault = room.fault(keys_tile(params), room.keys) or room.fault(queries_tile(params), room.queries)
+    return fault or (room.fault(bias_tile(room), room.bias_gradient) if inv.arguments["bias"] is not None else None)
 
 
 def _missing(params: Any, names: Sequence[str]) -> str | None:

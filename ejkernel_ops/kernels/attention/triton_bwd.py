@@ -16,6 +16,7 @@ import triton.language as tl
 from .triton_tile import (
     INF,
     LOG2E,
+    LOWEST,
     block_range,
     kept,
     key_limits,
@@ -24,6 +25,7 @@ from .triton_tile import (
     logits,
     offset_and_length,
     phase_of,
+    probabilities,
     query_limits,
     seen_keys,
     visible,
@@ -48,7 +50,8 @@ def attention_backward_q(
     block = pid % num_blocks
     if spec.right >= 0:  # the last queries see most: they start first
         block = num_blocks - 1 - block
-    head, batch = pid // num_blocks % spec.heads, (pid // (num_blocks * spec.heads)).to(tl.int64)
+    head = (pid // num_blocks % spec.heads).to(tl.int64)
+    batch = (pid // (num_blocks * spec.heads)).to(tl.int64)
     kv_head = head // (spec.heads // spec.kv_heads)
     first_row = block * block_q
     rows = first_row + tl.arange(0, block_q)
@@ -75,7 +78,7 @@ def attention_backward_q(
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if spec.has_dlse:
         delta -= tl.load(dlse_ptr + row_at, mask=live, other=0.0)
-    lse = tl.where(given > -INF, given * LOG2E, INF)
+    lse = tl.where(given > -INF, tl.maximum(given * LOG2E, LOWEST), INF)
     tl.store(lse2_ptr + sum_at, lse, mask=rows < spec.q_len)
     tl.store(delta_ptr + sum_at, delta, mask=rows < spec.q_len)
     k_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.head_dim
@@ -102,16 +105,18 @@ def attention_backward_q(
                     kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < end, other=-1)
                     unseen = tl.where(kv_ids < 0, spec.kv_len, unseen)
                 k_at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
-                k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, phase != 1)
+                k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d,
+                              phase != 1 or spec.has_mask)  # fmt: skip
                 v_at = v_ptr + cols[None, :] * (spec.kv_heads * spec.v_dim) + e[:, None]
-                v = load_tile(v_at, e[:, None], unseen[None, :], spec.v_dim, end, spec.padded_e, phase != 1)
+                v = load_tile(v_at, e[:, None], unseen[None, :], spec.v_dim, end, spec.padded_e,
+                              phase != 1 or spec.has_mask)  # fmt: skip
                 products = tl.dot(q, k, input_precision=spec.precision)
-                scores, slope = logits(products, bias_ptr, rows[:, None], cols[None, :], spec)
-                probs = tl.exp2(scores * spec.factor - lse[:, None])
-                if phase != 1:
-                    seen = visible(
-                        rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_ptr, spec
-                    )
+                scores, slope = logits(products, bias_ptr, rows[:, None], cols[None, :], phase != 1 or spec.ragged_q,
+                                       spec)  # fmt: skip
+                probs = probabilities(scores, lse[:, None], spec)
+                if phase != 1 or spec.has_mask:
+                    seen = visible(rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_ptr,
+                                   phase != 1, phase != 1 or spec.ragged_q, spec)  # fmt: skip
                     probs = tl.where(seen, probs, 0.0)
                 dprobs = tl.dot(dout, v, input_precision=spec.precision)
                 if spec.threshold > 0:
@@ -139,7 +144,7 @@ def attention_backward_kv(
     num_blocks: tl.constexpr = (spec.kv_len + block_kv - 1) // block_kv
     group: tl.constexpr = spec.heads // spec.kv_heads
     pid = tl.program_id(0)
-    block, kv_head = pid % num_blocks, pid // num_blocks % spec.kv_heads
+    block, kv_head = pid % num_blocks, (pid // num_blocks % spec.kv_heads).to(tl.int64)
     batch = (pid // (num_blocks * spec.kv_heads)).to(tl.int64)
     first_col = block * block_kv
     cols = first_col + tl.arange(0, block_kv)
@@ -193,15 +198,16 @@ def attention_backward_kv(
                     q = load_tile(q_at, d[:, None], unseen[None, :], spec.head_dim, spec.q_len,
                                   spec.padded_d, (phase != 1 and spec.ragged_q) or spec.dead_rows)  # fmt: skip
                     products = tl.dot(k, q, input_precision=spec.precision)
-                    scores, slope = logits(products, bias_head, rows[None, :], cols[:, None], spec)
-                    probs = tl.exp2(scores * spec.factor - lse[None, :])
-                    if phase != 1:
+                    scores, slope = logits(products, bias_head, rows[None, :], cols[:, None],
+                                           phase != 1 or spec.ragged_kv, spec)  # fmt: skip
+                    probs = probabilities(scores, lse[None, :], spec)
+                    if phase != 1 or spec.has_mask:
                         q_ids = rows
-                        if spec.has_ids:
+                        if phase != 1 and spec.has_ids:
                             q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
                         tile = visible(rows[None, :], cols[:, None], offset, kv_len, q_ids[None, :], kv_ids[:, None],
-                                       mask_head, spec)  # fmt: skip
-                        if spec.ragged_q:
+                                       mask_head, phase != 1, phase != 1 or spec.ragged_kv, spec)  # fmt: skip
+                        if phase != 1 and spec.ragged_q:
                             tile = tile & (rows < spec.q_len)[None, :]
                         probs = tl.where(tile, probs, 0.0)
                     dout_at = dout_head + rows[:, None] * (spec.heads * spec.v_dim) + e[None, :]
@@ -251,16 +257,15 @@ def attention_backward_bias(
     d, e = tl.arange(0, spec.block_d), tl.arange(0, spec.block_e)
     dbias = tl.zeros([block_q, block_kv], tl.float32)
     steps = sums.each[0] * sums.each[1] * sums.each[2] * sums.each[3]
-    if (
-        sums.each[2] * sums.each[3] == 1 and not spec.has_offset
-    ):  # the same tile in all steps: hidden in all, or in none
+    # The same tile in all steps: hidden in all, or in none.
+    if sums.each[2] * sums.each[3] == 1 and not spec.has_offset:
         last_row = tl.minimum((block_i + 1) * block_q, spec.q_len) - 1
         begin, end, _begin, _end = key_limits(block_i * block_q, last_row, spec.offset, spec.kv_len, spec)
         steps = tl.where((block_j * block_kv < end) & ((block_j + 1) * block_kv > begin), steps, 0)
     for step in range(steps):
         j = block_j * sums.each[3] + step % sums.each[3]
         i = block_i * sums.each[2] + step // sums.each[3] % sums.each[2]
-        head = part_h * sums.each[1] + step // (sums.each[3] * sums.each[2]) % sums.each[1]
+        head = (part_h * sums.each[1] + step // (sums.each[3] * sums.each[2]) % sums.each[1]).to(tl.int64)
         batch = (part_b * sums.each[0] + step // (sums.each[3] * sums.each[2] * sums.each[1])).to(tl.int64)
         kv_head = head // (spec.heads // spec.kv_heads)
         rows, cols = i * block_q + tl.arange(0, block_q), j * block_kv + tl.arange(0, block_kv)
@@ -293,9 +298,10 @@ def attention_backward_bias(
         products = tl.dot(q, k, input_precision=spec.precision)
         bias_head = bias_ptr + batch * spec.bias_strides[0] + head * spec.bias_strides[1]
         mask_head = mask_ptr + batch * spec.mask_strides[0] + head * spec.mask_strides[1]
-        scores, _slope = logits(products, bias_head, rows[:, None], cols[None, :], spec)
-        probs = tl.exp2(scores * spec.factor - lse[:, None])
-        seen = visible(rows[:, None], cols[None, :], offset, end_seen, q_ids[:, None], kv_ids[None, :], mask_head, spec)
+        scores, _slope = logits(products, bias_head, rows[:, None], cols[None, :], True, spec)
+        probs = probabilities(scores, lse[:, None], spec)
+        seen = visible(rows[:, None], cols[None, :], offset, end_seen, q_ids[:, None], kv_ids[None, :], mask_head,
+                       True, True, spec)  # fmt: skip
         dprobs = tl.dot(dout, v, input_precision=spec.precision)
         if spec.threshold > 0:
             keep = kept(seed_ptr + batch * 2, head, i * block_q, j * block_kv, spec)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .triton_tile import (
     INF,
+    LN2,
     LOG2E,
     block_range,
     kept,
@@ -39,7 +40,8 @@ def attention_forward(
     block = pid % num_blocks
     if spec.right >= 0:  # the last queries see most: they start first
         block = num_blocks - 1 - block
-    head, batch = pid // num_blocks % spec.heads, (pid // (num_blocks * spec.heads)).to(tl.int64)
+    head = (pid // num_blocks % spec.heads).to(tl.int64)
+    batch = (pid // (num_blocks * spec.heads)).to(tl.int64)
     kv_head = head // (spec.heads // spec.kv_heads)
     first_row = block * block_q
     rows = first_row + tl.arange(0, block_q)
@@ -81,17 +83,18 @@ def attention_forward(
                     kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < end, other=-1)
                     unseen = tl.where(kv_ids < 0, spec.kv_len, unseen)
                 k_at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
-                k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, phase != 1)
+                k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d,
+                              phase != 1 or spec.has_mask)  # fmt: skip
                 products = tl.dot(q, k, input_precision=spec.precision)
-                scores, _slope = logits(products, bias_ptr, rows[:, None], cols[None, :], spec)
-                if phase != 1:
-                    seen = visible(
-                        rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_ptr, spec
-                    )
+                scores, _slope = logits(products, bias_ptr, rows[:, None], cols[None, :], phase != 1 or spec.ragged_q,
+                                        spec)  # fmt: skip
+                if phase != 1 or spec.has_mask:
+                    seen = visible(rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_ptr,
+                                   phase != 1, phase != 1 or spec.ragged_q, spec)  # fmt: skip
                     scores = tl.where(seen, scores, -INF)
                 new = tl.maximum(top, tl.max(scores, 1) * spec.factor)
                 finite = new
-                if phase != 1 or spec.has_bias:  # of a row that has seen nothing yet
+                if phase != 1 or spec.has_mask or spec.has_bias:  # of a row that has seen nothing yet
                     finite = tl.where(new == -INF, 0.0, new)
                 probs = tl.exp2(scores * spec.factor - finite[:, None])
                 fade = tl.exp2(top - finite)
@@ -101,7 +104,8 @@ def attention_forward(
                     probs = tl.where(keep, probs, 0.0)
                 acc = acc * fade[:, None]
                 v_at = v_ptr + cols[:, None] * (spec.kv_heads * spec.v_dim) + e[None, :]
-                v = load_tile(v_at, unseen[:, None], e[None, :], end, spec.v_dim, phase != 1, spec.padded_e)
+                v = load_tile(v_at, unseen[:, None], e[None, :], end, spec.v_dim, phase != 1 or spec.has_mask,
+                              spec.padded_e)  # fmt: skip
                 acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=spec.precision)
                 top = new
 
@@ -116,5 +120,5 @@ def attention_forward(
     acc = acc * (1.0 / (safe * spec.keep))[:, None]
     out_at = out_ptr + row_at[:, None] * spec.v_dim + e[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=(rows < spec.q_len)[:, None] & (e < spec.v_dim)[None, :])
-    lse = tl.where(empty, -INF, (top + tl.log2(safe)) / LOG2E)
+    lse = tl.where(empty, -INF, (top + tl.log2(safe)) * LN2)
     tl.store(lse_ptr + row_at, lse, mask=rows < spec.q_len)

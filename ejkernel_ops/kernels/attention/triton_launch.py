@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from ...triton_call import triton_call
 from .arrange import unseen_by_mask
-from .triton_spec import TritonSpec, spec_of
+from .tiles import Room, Tile, bias_tile
+from .triton_spec import LOG2E, TritonSpec, spec_of
 from .xla import Statics
 
-_LOG2E = 1.4426950408889634
 _NO_ID = 2**31 - 1
 
 
@@ -70,9 +70,10 @@ def backward(arrays: tuple, out: Any, lse: Any, dout: Any, dlse: Any, needs: tup
     if need_k or need_v:
         dk, dv = _keys(x, (lse2, delta), (need_k, need_v), spec, params)
     if need_bias:
-        dbias = _bias(x, bias, (lse2, delta), spec)
+        room = Room.of_operands(query, value, bias, mask, statics.dropout_rate, statics.precision, None)
+        dbias = _bias(x, bias, (lse2, delta), spec, bias_tile(room))
     if need_sinks:
-        probs = jnp.exp2(sinks.astype(jnp.float32)[None, :, None] * _LOG2E - lse2)
+        probs = jnp.exp2(sinks.astype(jnp.float32)[None, :, None] * LOG2E - lse2)
         dsinks = -(probs * delta).sum((0, 2))
     return dq if need_q else None, dk, dv, dbias, dsinks
 
@@ -127,16 +128,16 @@ class BiasSums:
     shape: tuple[int, ...]
 
 
-def _bias(x: _Backward, bias: jax.Array, sums_of_rows: tuple, spec: TritonSpec) -> jax.Array:
+def _bias(x: _Backward, bias: jax.Array, sums_of_rows: tuple, spec: TritonSpec, tile: Tile) -> jax.Array:
     """The gradient of a bias in float32, summed over the axes that it broadcasts.
 
     A program that sums over a length takes one head of one example: there are too few otherwise.
     """
     from .triton_bwd import attention_backward_bias
 
-    spec = dataclasses.replace(spec, block_q=64, block_kv=64)
+    spec = dataclasses.replace(spec, block_q=tile.q, block_kv=tile.kv)
     full = (x.query.shape[0], x.query.shape[2], spec.q_len, spec.kv_len)
-    blocks = (*full[:2], -(-spec.q_len // 64), -(-spec.kv_len // 64))
+    blocks = (*full[:2], -(-spec.q_len // tile.q), -(-spec.kv_len // tile.kv))
     long = [n > 1 or size == 1 for n, size in zip(bias.shape, full)]
     if not (long[2] and long[3]):
         long[:2] = True, True
@@ -148,8 +149,8 @@ def _bias(x: _Backward, bias: jax.Array, sums_of_rows: tuple, spec: TritonSpec) 
     grid = sums.tiles[0] * sums.tiles[1] * sums.tiles[2] * sums.tiles[3]
     (parts,) = triton_call(
         attention_backward_bias, x.query, x.key, x.value, *x.optional, x.hidden, x.dout, *sums_of_rows,
-        out_types=[jax.ShapeDtypeStruct(sums.shape, jnp.float32)], grid=(grid,), num_warps=4, num_stages=2,
-        name="flash_attention_bwd_bias", spec=spec, sums=sums,
+        out_types=[jax.ShapeDtypeStruct(sums.shape, jnp.float32)], grid=(grid,), num_warps=tile.warps,
+        num_stages=tile.stages, name="flash_attention_bwd_bias", spec=spec, sums=sums,
     )  # fmt: skip
     axes = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1 and sums.shape[axis] > 1)
     return parts.sum(axes, keepdims=True) if axes else parts

@@ -9,8 +9,13 @@ from typing import Any
 from .xla import Statics
 
 _OPEN = 1 << 30  # a side of a window that is as good as open
-_LOG2E = math.log2(math.e)
-_IEEE = ("highest", "float32", "F32_F32_F32")
+LOG2E = math.log2(math.e)
+_PRECISIONS = {
+    "tf32": (None, "default", "fastest", "tensorfloat32", "TF32_TF32_F32", "DEFAULT"),
+    "tf32x3": ("high", "bfloat16_3x", "TF32_TF32_F32_X3"),
+    "ieee": ("highest", "float32", "F32_F32_F32"),
+}
+_WAYS = tuple(_PRECISIONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,18 +84,20 @@ class TritonSpec:
         return self.q_len % self.block_q != 0
 
     @property
+    def ragged_kv(self) -> bool:
+        """Whether the last block of keys is not full."""
+        return self.kv_len % self.block_kv != 0
+
+    @property
     def key_phases(self) -> tuple[bool, bool, bool]:
-        """Of the key blocks of some queries: whether some may need a mask before, none, and some after the others."""
-        any_side = self.has_ids or self.has_mask
-        after = self.right >= 0 or self.has_lengths or self.kv_len % self.block_kv != 0
-        return self.left >= 0 or self.has_ids, not self.has_mask, after or any_side
+        """Whether queries may meet key blocks at a first edge of what they see, between the edges, at a last one."""
+        last = self.right >= 0 or self.has_ids or self.has_lengths or self.ragged_kv
+        return self.left >= 0 or self.has_ids, True, last
 
     @property
     def query_phases(self) -> tuple[bool, bool, bool]:
-        """The same of the query blocks of some keys."""
-        any_side = self.has_ids or self.has_mask
-        after = self.left >= 0 or self.ragged_q
-        return self.right >= 0 or self.has_ids, not self.has_mask, after or any_side
+        """The same of the query blocks that see some keys."""
+        return self.right >= 0 or self.has_ids, True, self.left >= 0 or self.has_ids or self.ragged_q
 
 
 def spec_of(arrays: tuple, statics: Statics, blocks: tuple[int, int]) -> TritonSpec:
@@ -117,7 +124,7 @@ def spec_of(arrays: tuple, statics: Statics, blocks: tuple[int, int]) -> TritonS
         block_q=blocks[0],
         block_kv=blocks[1],
         scale=scale,
-        factor=1.0 if transformed else scale * _LOG2E,
+        factor=1.0 if transformed else scale * LOG2E,
         transformed=transformed,
         soft_cap=float(cap or 0.0),
         left=left,
@@ -125,7 +132,7 @@ def spec_of(arrays: tuple, statics: Statics, blocks: tuple[int, int]) -> TritonS
         offset=offset,
         threshold=min(int(rate * 2**32), 2**32 - 1) if rate else 0,
         keep=1.0 - rate,
-        precision="ieee" if is_exact(statics.precision) else "tf32",
+        precision=dot_precision(statics.precision) or "tf32",
         has_offset=q_offset is not None and positions,
         has_ids=q_ids is not None,
         has_lengths=kv_lengths is not None,
@@ -139,9 +146,12 @@ def spec_of(arrays: tuple, statics: Statics, blocks: tuple[int, int]) -> TritonS
     )
 
 
-def is_exact(precision: Any) -> bool:
-    """Whether float32 products are asked for in float32 proper, and not in TF32."""
-    return precision in _IEEE
+def dot_precision(precision: Any) -> str | None:
+    """How Triton multiplies float32 numbers for a precision: `"tf32"`, `"tf32x3"`, `"ieee"`; `None`: it cannot."""
+    if isinstance(precision, tuple):  # of the two operands: no less than either
+        ways = [dot_precision(one) for one in precision]
+        return None if None in ways else max(ways, key=_WAYS.index)
+    return next((way for way in _WAYS if precision in _PRECISIONS[way]), None)
 
 
 def width(dim: int) -> int:

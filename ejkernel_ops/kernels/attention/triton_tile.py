@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # of a logit in base 2 that is not hidden
 INF: tl.constexpr = tl.constexpr(float("inf"))
 
 
@@ -38,7 +40,16 @@ def load_rows(at, rows, num_rows, CHECKED: tl.constexpr):
 
 
 @triton.jit
-def logits(products, bias_ptr, rows, cols, spec: tl.constexpr):
+def dense_tile(at, rows, cols, CHECKED: tl.constexpr, spec: tl.constexpr):
+    """A tile of a bias or a mask, with zeros outside of the lengths; not checked where it cannot lie outside."""
+    if CHECKED:
+        return tl.load(at, mask=(rows < spec.q_len) & (cols < spec.kv_len), other=0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def logits(products, bias_ptr, rows, cols, CHECKED: tl.constexpr, spec: tl.constexpr):
     """Logits of a tile, and the slope of the soft cap; without cap and bias the products, which `factor` scales."""
     slope = 1.0
     if spec.soft_cap > 0:  # tanh from one exp2: far out it is 1 - 2 / inf or 1 - 2 / 1
@@ -49,25 +60,39 @@ def logits(products, bias_ptr, rows, cols, spec: tl.constexpr):
         products = products * (spec.scale * LOG2E)
     if spec.has_bias:
         at = bias_ptr + rows.to(tl.int64) * spec.bias_strides[2] + cols * spec.bias_strides[3]
-        bias = tl.load(at, mask=(rows < spec.q_len) & (cols < spec.kv_len), other=0.0)
-        products += bias.to(tl.float32) * LOG2E
+        bias = dense_tile(at, rows, cols, CHECKED, spec).to(tl.float32)
+        products += tl.where(bias == -INF, -INF, tl.maximum(bias * LOG2E, LOWEST))
     return products, slope
 
 
 @triton.jit
-def visible(rows, cols, offset, kv_len, q_ids, kv_ids, mask_ptr, spec: tl.constexpr):
-    """Which keys of a tile each of its queries sees."""
-    seen = cols < kv_len
-    if spec.right >= 0:
-        seen = seen & (cols <= rows + (offset + spec.right))
-    if spec.left >= 0:
-        seen = seen & (cols >= rows + (offset - spec.left))
-    if spec.has_ids:
-        seen = seen & (q_ids == kv_ids) & (q_ids >= 0)
+def visible(rows, cols, offset, kv_len, q_ids, kv_ids, mask_ptr, EDGE: tl.constexpr, CHECKED: tl.constexpr,
+            spec: tl.constexpr):  # fmt: skip
+    """Which keys of a tile each of its queries sees; where it is not at an edge, only the mask hides any."""
     if spec.has_mask:
         at = mask_ptr + rows.to(tl.int64) * spec.mask_strides[2] + cols * spec.mask_strides[3]
-        seen = seen & (tl.load(at, mask=(rows < spec.q_len) & (cols < spec.kv_len), other=0) != 0)
+        seen = dense_tile(at, rows, cols, CHECKED, spec) != 0
+        if EDGE:
+            seen = seen & (cols < kv_len)
+    else:
+        seen = cols < kv_len
+    if EDGE:
+        if spec.right >= 0:
+            seen = seen & (cols <= rows + (offset + spec.right))
+        if spec.left >= 0:
+            seen = seen & (cols >= rows + (offset - spec.left))
+        if spec.has_ids:
+            seen = seen & (q_ids == kv_ids) & (q_ids >= 0)
     return seen
+
+
+@triton.jit
+def probabilities(scores, lse, spec: tl.constexpr):
+    """Probabilities of a tile from its logits and the log-sum-exp in base 2, broadcast to it."""
+    if spec.has_bias:  # of great size the difference is off by more than it can be
+        return tl.exp2(tl.minimum(scores * spec.factor - lse, 0.0))
+    else:
+        return tl.exp2(scores * spec.factor - lse)
 
 
 @triton.jit
@@ -120,14 +145,12 @@ def query_limits(first, last, offset, spec: tl.constexpr):
 
 @triton.jit
 def block_range(begin, end, inner_begin, inner_end, ranges_ptr, BLOCK: tl.constexpr, spec: tl.constexpr):
-    """Blocks `[first, inner)` to mask, `[inner, outer)` that are visible as a whole, `[outer, last)` to mask."""
+    """Blocks `[first, inner)` at an edge, `[inner, outer)` visible but for the mask, `[outer, last)` at an edge."""
     first, last = begin // BLOCK, tl.cdiv(end, BLOCK)
     inner, outer = tl.cdiv(inner_begin, BLOCK), inner_end // BLOCK
     if spec.has_ids:
         first, last = tl.maximum(first, tl.load(ranges_ptr)), tl.minimum(last, tl.load(ranges_ptr + 1))
         inner, outer = tl.maximum(inner, tl.load(ranges_ptr + 2)), tl.minimum(outer, tl.load(ranges_ptr + 3))
-    if spec.has_mask:
-        outer = first
     last = tl.maximum(last, first)
     inner = tl.minimum(tl.maximum(inner, first), last)
     outer = tl.minimum(tl.maximum(outer, inner), last)
@@ -136,7 +159,7 @@ def block_range(begin, end, inner_begin, inner_end, ranges_ptr, BLOCK: tl.conste
 
 @triton.jit
 def phase_of(phase: tl.constexpr, first, inner, outer, last):
-    """The blocks of one of the three phases: before, within and after those that are visible as a whole."""
+    """The blocks of one of the three phases: at the first edge, between the edges, at the last one."""
     if phase == 0:
         return first, inner
     elif phase == 1:
