@@ -221,38 +221,38 @@ def custom_call(text):
         ({}, {"sliding_window": (5, 0)}, "__cudnn$fmhaSoftmax", "CAUSAL", 6),
         ({"kv_lengths": like((2,), jnp.int32)}, {}, "__cudnn$fmhaSoftmax", "PADDING", 0),
         ({"kv_lengths": like((2,), jnp.int32)}, {"causal": True}, "__cudnn$fmhaSoftmax", "PADDING_CAUSAL", 0),
-        ({"bias": BIAS}, {"causal": True}, "__cudnn$fmhaScaleBiasSoftmax", "CAUSAL", 0),
+        ({"mask": MASK}, {"causal": True}, "__cudnn$fmhaScaleBiasSoftmax", "CAUSAL", 0),
         ({"mask": MASK}, {}, "__cudnn$fmhaScaleBiasSoftmax", "NO_MASK", 0),
     ],
 )
 def test_the_lowered_call(arrays, options, target, kind, window):
     x, fixed = operands(**arrays), statics(**options)
-    six = [x[name] for name in ("query", "key", "value", "bias", "mask", "kv_lengths")]
+    given = [x[name] for name in ("query", "key", "value", "mask", "kv_lengths")]
     out, lse = x["query"], like((2, 64, 4), jnp.float32)
 
     def gradients(*arrays):
         return cudnn.backward(*arrays, needs=(True,) * 11, statics=fixed)
 
-    name, config, types_ = custom_call(lowered(lambda *a: cudnn.forward(*a, fixed), *six))
+    name, config, types_ = custom_call(lowered(lambda *a: cudnn.forward(*a, fixed), *given))
     lengths = ["tensor<2xi32>"] * 2 if "kv_lengths" in arrays else []
-    tile = [f"tensor<{'1x4' if 'bias' in arrays else '2x1'}x64x64xbf16>"] if target.count("Bias") else []
+    tile = ["tensor<2x1x64x64xbf16>"] if "mask" in arrays else []
     wide, narrow = "tensor<2x64x4x64xbf16>", "tensor<2x64x2x64xbf16>"
     assert (name, types_) == (target, [wide, narrow, narrow, *tile, *lengths])
     assert f'"mask_type": "{kind}"' in config
     assert f'"sliding_window_length": {window},' in config
     assert '"fmha_scale": 0.125' in config
 
-    name, config, types_ = custom_call(lowered(gradients, *six, out, lse, out))
+    name, config, types_ = custom_call(lowered(gradients, *given, out, lse, out))
     assert name == target + "Backward"
     assert types_ == [wide, narrow, narrow, "tensor<2x4x64xf32>", wide, *tile, wide, *lengths]
     assert f'"mask_type": "{kind}"' in config
-    assert ("1x4x64x64xbf16" in config.split("->")[-1]) == ("bias" in arrays)  # a mask has no gradient
+    assert config.split("->")[-1].count("bf16") == 3  # a mask has no gradient
 
 
 def test_keys_beyond_causality_are_cut_off():
-    x = operands(q_len=32, bias=like((1, 1, 32, 64)))
-    six = [x[name] for name in ("query", "key", "value", "bias", "mask", "kv_lengths")]
-    _, _, types_ = custom_call(lowered(lambda *a: cudnn.forward(*a, statics(causal=True)), *six))
+    x = operands(q_len=32, mask=like((1, 1, 32, 64), jnp.bool_))
+    given = [x[name] for name in ("query", "key", "value", "mask", "kv_lengths")]
+    _, _, types_ = custom_call(lowered(lambda *a: cudnn.forward(*a, statics(causal=True)), *given))
     assert types_[1:] == ["tensor<2x32x2x64xbf16>"] * 2 + ["tensor<1x1x32x32xbf16>"]
 
 
@@ -290,31 +290,28 @@ def dense(direction, arrays, *, scale, variadic_args, mask_type, sliding_window_
     dk = scale * jnp.einsum("bhqk,bqhd->bkhd", dscores, query)
     dv = jnp.einsum("bhqk,bqhd->bkhd", probs, dout)
     dk, dv = (x.reshape(*x.shape[:2], key.shape[2], group, -1).sum(3) for x in (dk, dv))
-    summed = [axis for axis in (0, 1) if bias.ndim == 4 and bias.shape[axis] != dscores.shape[axis]]
-    return dq, dk, dv, *([dscores.sum(summed, keepdims=True)] if variadic_args[1] else [])
+    assert not variadic_args[1]
+    return dq, dk, dv
 
 
-def random(q_len, kv_len, seed=0, bias=None, mask=None, kv_lengths=None):
-    """Float32 operands: bias and mask of given shapes, lengths as given."""
+def random(q_len, kv_len, seed=0, mask=None, kv_lengths=None):
+    """Float32 operands: a mask of a given shape, lengths as given."""
     rng = np.random.default_rng(seed)
     sizes = ((2, q_len, 4, 8), (2, kv_len, 2, 8), (2, kv_len, 2, 8))
     query, key, value = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes)
-    bias = None if bias is None else jnp.asarray(rng.normal(size=bias), jnp.float32)
     mask = None if mask is None else jnp.asarray(rng.random(mask) < 0.5)
-    return [query, key, value, bias, mask, None if kv_lengths is None else jnp.asarray(kv_lengths, jnp.int32)]
+    return [query, key, value, mask, None if kv_lengths is None else jnp.asarray(kv_lengths, jnp.int32)]
 
 
 def results(arrays, fixed, dout, foreign_lse=False):
     """Output, log-sum-exp and gradients of the module, and of XLA, whose output the backward pass may get."""
-    query, key, value, bias, mask, kv_lengths = arrays
+    query, key, value, mask, kv_lengths = arrays
 
     @jit
     def both(floats, dout):
         def attend(floats):
             options = {"causal": fixed.causal, "sliding_window": fixed.sliding_window, "softmax_scale": 0.125}
-            return flash_attention(
-                *floats[:3], bias=floats[3], mask=mask, kv_lengths=kv_lengths, return_lse=True, backend="xla", **options
-            )
+            return flash_attention(*floats, mask=mask, kv_lengths=kv_lengths, return_lse=True, backend="xla", **options)
 
         expected, pull = jax.vjp(attend, floats)
         actual = cudnn.forward(*floats, mask, kv_lengths, fixed)
@@ -322,13 +319,13 @@ def results(arrays, fixed, dout, foreign_lse=False):
         grads = cudnn.backward(*floats, mask, kv_lengths, *saved, dout, (True,) * 11, fixed)
         return (*actual, *grads), (*expected, *pull((dout, jnp.zeros_like(expected[1])))[0])
 
-    return both((query, key, value, bias), dout)
+    return both((query, key, value), dout)
 
 
 def assert_equal(arrays, fixed, dead=None, **options):
     dout = jnp.asarray(np.random.default_rng(1).normal(size=arrays[0].shape), jnp.float32)
     actual, expected = results(arrays, fixed, dout if dead is None else dout.at[dead].set(jnp.nan), **options)
-    for name, got, want in zip(("out", "lse", "dq", "dk", "dv", "dbias"), actual, expected):
+    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), actual, expected):
         assert (got is None) == (want is None), name
         if got is not None:
             assert got.shape == want.shape
@@ -350,9 +347,9 @@ def assert_equal(arrays, fixed, dead=None, **options):
         ({"kv_lengths": (0, 3)}, {"sliding_window": (2, 0)}),
         ({"mask": (2, 4, 6, 6)}, {}),
         ({"mask": (2, 1, 6, 6), "kv_lengths": (2, 5)}, {"causal": True}),
-        ({"mask": (1, 4, 6, 1), "bias": (2, 1, 1, 6)}, {"causal": True, "sliding_window": (1, 0)}),
-        *[({"bias": shape}, {"causal": True}) for shape in ((2, 4, 6, 6), (1, 4, 6, 1), (2, 1, 1, 6), (1, 1, 1, 1))],
-        ({"q_len": 4, "kv_len": 6, "bias": (1, 4, 4, 6), "mask": (2, 1, 1, 6)}, {"causal": True}),
+        ({"mask": (1, 4, 6, 1)}, {"causal": True, "sliding_window": (1, 0)}),
+        ({"kv_lengths": (0, 3)}, {"causal": True, "sliding_window": (1, 0)}),
+        ({"q_len": 4, "kv_len": 6, "mask": (2, 1, 1, 6)}, {"causal": True}),
     ],
 )
 def test_masks_gradients_and_layouts(monkeypatch, arrays, options, foreign_lse):
@@ -363,7 +360,7 @@ def test_masks_gradients_and_layouts(monkeypatch, arrays, options, foreign_lse):
 def test_nan_that_nobody_sees_reaches_nothing(monkeypatch):
     monkeypatch.setattr(cudnn, "_bind", dense)
     arrays = random(4, 6, mask=(2, 4, 4, 6), kv_lengths=(3, 0))
-    arrays[4] = arrays[4].at[:, :2, :, 1].set(False)  # of the first key head
+    arrays[3] = arrays[3].at[:, :2, :, 1].set(False)  # of the first key head
     hidden = np.zeros((2, 6, 2), bool)
     hidden[0, 3:] = hidden[1] = hidden[:, 1, 0] = hidden[:, 4:] = True
     arrays[1:3] = (jnp.where(hidden[..., None], jnp.nan, x) for x in arrays[1:3])
@@ -372,33 +369,9 @@ def test_nan_that_nobody_sees_reaches_nothing(monkeypatch):
     assert not any(np.isnan(x).any() for x in actual if x is not None)
 
 
-def test_infinite_biases_hide_and_great_ones_only_weigh(monkeypatch):
-    monkeypatch.setattr(cudnn, "_bind", dense)
-    arrays = random(6, 6, bias=(2, 4, 6, 6))
-    arrays[3] = arrays[3].at[0, :, 2].set(-jnp.inf).at[:, 1, :, 3].set(-jnp.inf).at[1, 0, :, 4].set(-1e30)
-    out, lse, *_ = assert_equal(arrays, statics())
-    assert not out[0, 2].any()
-    assert np.isneginf(lse[0, 2]).all()
-
-
-@pytest.mark.parametrize("foreign_lse", [False, True])
-def test_a_row_of_only_great_biases_stays_finite(monkeypatch, foreign_lse):
-    monkeypatch.setattr(cudnn, "_bind", dense)
-    arrays = random(6, 6, bias=(1, 1, 6, 6), mask=(1, 1, 6, 6))
-    arrays[3] = arrays[3].at[0, 0, 2].set(jnp.finfo(jnp.bfloat16).min)
-    arrays[4] = arrays[4].at[0, 0, 2].set(jnp.arange(6) < 3)
-    dout = jnp.ones_like(arrays[0])
-    actual, expected = results(arrays, statics(), dout, foreign_lse=foreign_lse)
-    assert all(np.isfinite(x).all() for x in actual[2:])
-    value = np.repeat(arrays[2][:, :3], 2, axis=2)  # among the visible keys alone
-    assert (actual[0][:, 2] <= value.max(1) + 1e-5).all()
-    rest = np.arange(6) != 2
-    np.testing.assert_allclose(actual[0][:, rest], expected[0][:, rest], atol=3e-5)
-
-
 def test_gradients_that_nobody_asks_for_are_none(monkeypatch):
     monkeypatch.setattr(cudnn, "_bind", dense)
-    arrays = random(6, 6, bias=(1, 4, 6, 6))
+    arrays = random(6, 6, mask=(1, 4, 6, 6))
     out, lse = cudnn.forward(*arrays, statics())
-    grads = cudnn.backward(*arrays, out, lse, out, (False, True, False, False), statics())
-    assert [g is not None for g in grads] == [False, True, False, False]
+    grads = cudnn.backward(*arrays, out, lse, out, (False, True, False), statics())
+    assert [g is not None for g in grads] == [False, True, False]

@@ -2,7 +2,7 @@
 
 The public function rounds the log-sum-exp to 16 bits, and has no backward pass from a saved one; the private primitives
 do. `unsupported` says what cuDNN has no form for. What it has a form for but promises nothing about (queries that see
-nothing, NaN in keys that nobody sees, biases of -inf) is put in order before and after it.
+nothing, NaN in keys that nobody sees) is put in order before and after it.
 
 Source: `jax/_src/cudnn/fused_attention_stablehlo.py` (Apache-2.0) for the operands; limits from there and from the
 checks of NVIDIA's cudnn-frontend (MIT).
@@ -25,11 +25,9 @@ import jax.numpy as jnp
 from .arrange import unseen_by_mask
 from .xla import Statics
 
-# The bias of a key that is hidden, and the least of one that is not: far apart, so that a hidden key weighs nothing
-# even where all others have the least. Both are in float16's range, and small: cuDNN makes NaN of -inf, and of large
-# numbers, whose difference after a multiplication by log2(e) is off by their last bit. A query that sees only keys of a
-# lesser bias, such as a row of padding, attends among them by its logits alone.
-_HIDDEN, _LEAST = -32768.0, -16384.0
+# The bias of a key that a mask hides: it weighs nothing. In float16's range, and small: cuDNN makes NaN of -inf and of
+# large numbers, whose difference after a multiplication by log2(e) is off by their last bit.
+_HIDDEN = -32768.0
 _NEVER = 1e30  # a log-sum-exp from which every probability is 0
 _NEG_INF = -float("inf")
 
@@ -54,16 +52,15 @@ def forward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: jax.Array | None,
     mask: jax.Array | None,
     kv_lengths: jax.Array | None,
     statics: Statics,
 ) -> tuple[jax.Array, jax.Array]:
     """Output in the type of `query`, and float32 log-sum-exp `(batch, q_len, num_heads)`; for what is eligible."""
-    arrays, params = _operands(query, key, value, bias, mask, kv_lengths, statics)
+    arrays, params = _operands(query, key, value, mask, kv_lengths, statics)
     out, stats = _bind("fwd", arrays, is_training=True, **params)
     lse = stats.transpose(0, 2, 1)
-    live = _live(query.shape[1], key.shape[1], bias, mask, kv_lengths, statics)
+    live = _live(query.shape[1], key.shape[1], mask, kv_lengths, statics)
     if live is None:
         return out, lse
     return jnp.where(live[..., None], out, jnp.zeros_like(out)), jnp.where(live, lse, _NEG_INF)
@@ -73,7 +70,6 @@ def backward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: jax.Array | None,
     mask: jax.Array | None,
     kv_lengths: jax.Array | None,
     out: jax.Array,
@@ -82,25 +78,19 @@ def backward(
     needs: Sequence[bool],
     statics: Statics,
 ) -> tuple[jax.Array | None, ...]:
-    """Gradients of query, key, value and bias, `None` where `needs` is false.
-
-    `out` and `lse` may come from any back end; a bias gradient is in float32.
-    """
-    if not (bias is None and mask is None and kv_lengths is None):
+    """Gradients of query, key and value, `None` where `needs` is false; `out` and `lse` may come from any back end."""
+    if not (mask is None and kv_lengths is None):
         # A query that sees nothing has a log-sum-exp of -inf. What it holds, NaN included, makes no gradient.
         live = lse > _NEG_INF
         query, dout = (jnp.where(live[..., None], x, jnp.zeros_like(x)) for x in (query, dout))
-        lse = jnp.where(live, lse if bias is None else jnp.maximum(lse, _LEAST), _NEVER)
-    need_q, need_k, need_v, need_bias = (bool(need) for need in needs[:4])
-    need_bias = need_bias and bias is not None
-    arrays, params = _operands(query, key, value, bias, mask, kv_lengths, statics, need_bias)
+        lse = jnp.where(live, lse, _NEVER)
+    arrays, params = _operands(query, key, value, mask, kv_lengths, statics)
     residuals = lse.astype(jnp.float32).transpose(0, 2, 1), out.astype(query.dtype), dout.astype(query.dtype)
-    dq, dk, dv, *dbias = _bind("bwd", (*arrays, *residuals), **params)
+    dq, dk, dv = _bind("bwd", (*arrays, *residuals), **params)
     return (
-        dq if need_q else None,
-        _lengthened(dk, key.shape[1], 1) if need_k else None,
-        _lengthened(dv, key.shape[1], 1) if need_v else None,
-        _bias_gradient(dbias[0], bias, key.shape[1]) if need_bias and bias is not None else None,
+        dq if needs[0] else None,
+        _lengthened(dk, key.shape[1]) if needs[1] else None,
+        _lengthened(dv, key.shape[1]) if needs[2] else None,
     )
 
 
@@ -149,22 +139,18 @@ def _unsupported_arguments(
 
 
 def _unsupported_shapes(arrays: Mapping[str, Any], statics: Statics, backward: bool) -> str | None:
-    query, key, value, bias = (arrays[name] for name in ("query", "key", "value", "bias"))
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
     (batch, q_len, heads, head_dim), v_dim = query.shape, value.shape[3]
-    kv_len, dense = _keys_in_reach(q_len, key.shape[1], statics), not (bias is None and arrays["mask"] is None)
+    kv_len = _keys_in_reach(q_len, key.shape[1], statics)
     limits = (
         (query.dtype not in (jnp.bfloat16, jnp.float16), f"cuDNN takes bfloat16 and float16, these are {query.dtype}"),
-        (
-            getattr(bias, "dtype", query.dtype) != query.dtype,
-            f"cuDNN takes a bias in the type of query, {query.dtype}, and this one is {getattr(bias, 'dtype', None)}",
-        ),
         (v_dim != head_dim, f"cuDNN needs one head_dim; query has {head_dim} and value {v_dim}"),
         (head_dim % 8 != 0, f"cuDNN needs a head_dim that is a multiple of 8, this is {head_dim}"),
         (0 in (batch, q_len, kv_len, heads, head_dim), "an array is empty"),
         (backward and q_len == kv_len == 1, "cuDNN has no gradient of one query and one key"),
         (
-            backward and dense and (q_len % 2 != 0 or kv_len % 2 != 0),
-            f"cuDNN's gradient with a bias or mask needs even lengths, these are {q_len} and {kv_len}",
+            backward and arrays["mask"] is not None and (q_len % 2 != 0 or kv_len % 2 != 0),
+            f"cuDNN's gradient with a mask needs even lengths, these are {q_len} and {kv_len}",
         ),
     )
     return _first(limits)
@@ -274,38 +260,35 @@ def _operands(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: jax.Array | None,
     mask: jax.Array | None,
     kv_lengths: jax.Array | None,
     statics: Statics,
-    need_bias: bool = False,
 ) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     """The arrays and parameters that both primitives take."""
     batch, q_len = query.shape[:2]
     left, right = _band(q_len, key.shape[1], statics)
     kv_len = _keys_in_reach(q_len, key.shape[1], statics)
     key, value = key[:, :kv_len], value[:, :kv_len]
-    bias, mask = (None if x is None else x[..., :kv_len] for x in (bias, mask))
+    mask = None if mask is None else mask[..., :kv_len]
     seen = _seen_keys(key.shape[2], kv_len, mask, kv_lengths)
     if seen is not None:  # what the others hold, NaN included, must not reach a product
         key, value = (jnp.where(seen[..., None], x, jnp.zeros_like(x)) for x in (key, value))
-    tile = _tile(bias, mask, (q_len, kv_len), query.dtype)
     unused = jnp.zeros((0,), query.dtype)
+    tile = unused if mask is None else _tile(mask, (q_len, kv_len), query.dtype)
     lengths = (unused, unused)
-    if (
-        kv_lengths is not None
-    ):  # one key at least, for a length of 0 is none to cuDNN: its key is 0, its row not `_live`
+    if kv_lengths is not None:
+        # One key at least, for a length of 0 is none to cuDNN: its key is 0, its row not `_live`.
         lengths = jnp.full((batch,), q_len, jnp.int32), jnp.clip(kv_lengths, 1, kv_len).astype(jnp.int32)
     kind = ("PADDING_" if kv_lengths is not None else "") + ("CAUSAL" if right == 0 else "")
     params = {
         "scale": float(statics.softmax_scale),
         "seed": 0,
         "dropout_rate": 0.0,
-        "variadic_args": (tile is not None, need_bias),
+        "variadic_args": (mask is not None, False),  # has a bias, which needs a gradient
         "mask_type": kind.removesuffix("_") or "NO_MASK",
         "sliding_window_length": None if left is None else left + 1,  # cuDNN counts the query's own key
     }
-    return (query, key, value, unused if tile is None else tile, *lengths, unused, unused, unused, unused), params
+    return (query, key, value, tile, *lengths, unused, unused, unused, unused), params
 
 
 def _band(q_len: int, kv_len: int, statics: Statics) -> tuple[int | None, int | None]:
@@ -334,40 +317,25 @@ def _seen_keys(kv_heads: int, kv_len: int, mask: jax.Array | None, kv_lengths: j
     return seen
 
 
-def _allowed(bias: jax.Array | None, mask: jax.Array | None) -> jax.Array | None:
-    """What bias and mask let a query see; a bias of -inf hides as a mask does."""
-    if bias is None:
-        return mask
-    finite = bias != _NEG_INF
-    return finite if mask is None else finite & mask
-
-
-def _tile(bias: jax.Array | None, mask: jax.Array | None, lengths: tuple[int, int], dtype: Any) -> jax.Array | None:
-    """Bias and mask as one bias, which cuDNN broadcasts over batch and heads alone."""
-    allowed = _allowed(bias, mask)
-    if allowed is None:
-        return None
-    shown = jnp.zeros((), dtype) if bias is None else jnp.maximum(bias, jnp.asarray(_LEAST, dtype))
-    tile = jnp.where(allowed, shown, jnp.asarray(_HIDDEN, dtype))
+def _tile(mask: jax.Array, lengths: tuple[int, int], dtype: Any) -> jax.Array:
+    """A mask as a bias, which cuDNN broadcasts over batch and heads alone."""
+    tile = jnp.where(mask, jnp.zeros((), dtype), jnp.asarray(_HIDDEN, dtype))
     return jnp.broadcast_to(tile, (*tile.shape[:2], *lengths))
 
 
 def _live(
-    q_len: int,
-    kv_len: int,
-    bias: jax.Array | None,
-    mask: jax.Array | None,
-    kv_lengths: jax.Array | None,
-    statics: Statics,
+    q_len: int, kv_len: int, mask: jax.Array | None, kv_lengths: jax.Array | None, statics: Statics
 ) -> jax.Array | None:
     """Queries that see a key, broadcastable to `(batch, q_len, num_heads)`; `None`: all do in any case."""
-    allowed = _allowed(bias, mask)
-    if allowed is None and kv_lengths is None:
+    if mask is None and kv_lengths is None:
         return None
     left, right = _band(q_len, kv_len, statics)
+    if mask is None and kv_lengths is not None:  # the first key that the window leaves has to be there
+        first = 0 if left is None else jnp.maximum(jnp.arange(q_len) - left, 0)
+        return jnp.broadcast_to((first < kv_lengths[:, None])[..., None], (kv_lengths.shape[0], q_len, 1))
     rows, cols = jnp.arange(q_len)[:, None], jnp.arange(kv_len)
     parts = [
-        allowed,
+        mask,
         None if kv_lengths is None else cols < kv_lengths[:, None, None, None],
         None if left is None else cols >= rows - left,
         None if right is None else cols <= rows,
@@ -376,15 +344,6 @@ def _live(
     return seen.any(-1).swapaxes(1, 2)
 
 
-def _lengthened(x: jax.Array, length: int, axis: int) -> jax.Array:
+def _lengthened(x: jax.Array, length: int) -> jax.Array:
     """Zeros for the keys that were out of reach."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, length - x.shape[axis])
-    return jnp.pad(x, widths) if length > x.shape[axis] else x
-
-
-def _bias_gradient(dtile: jax.Array, bias: jax.Array, kv_len: int) -> jax.Array:
-    """Sums a tile's gradient over the axes that the bias broadcasts."""
-    summed = [axis for axis, length in enumerate(bias.shape) if length == 1]
-    total = dtile.astype(jnp.float32).sum(summed, keepdims=True)
-    return total if bias.shape[3] == 1 else _lengthened(total, kv_len, 3)
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))

@@ -162,10 +162,8 @@ class AttentionBackward(Kernel):
     ):  # fmt: skip
         """cuDNN's own backward pass."""
         dout = jnp.zeros_like(out) if dout is None else dout
-        gradients = cudnn.backward(
-            query, key, value, bias, mask, kv_lengths, out, lse, dout, needs, xla.Statics(**statics)
-        )
-        return (*gradients, *[None] * 7)
+        gradients = cudnn.backward(query, key, value, mask, kv_lengths, out, lse, dout, needs, xla.Statics(**statics))
+        return (*gradients, *[None] * 8)
 
 
 class AttentionForward(Kernel):
@@ -269,7 +267,7 @@ class AttentionForward(Kernel):
         dropout_seed, *, cfg, **statics,
     ):  # fmt: skip
         """cuDNN, with the statistics that a gradient needs."""
-        return cudnn.forward(query, key, value, bias, mask, kv_lengths, xla.Statics(**statics))
+        return cudnn.forward(query, key, value, mask, kv_lengths, xla.Statics(**statics))
 
 
 def _blocks(params: Any, query: jax.Array, key: jax.Array) -> tuple[int, int]:

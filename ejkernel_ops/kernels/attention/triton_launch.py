@@ -177,23 +177,22 @@ def block_ranges(ids: Any, other_ids: Any, block: int, other_block: int) -> jax.
 
     Returns:
         `(batch, blocks, 4)` int32: first and end of the blocks that hold an id that the block holds, too (those
-        between them may hold none), and first and end of some that are of the same, one segment, as it is.
+        between them may hold none), and first and end of some that are of the same, one segment, as it is; the
+        first is the number of blocks where there are none.
     """
     if ids is None:
         return None
-    low, high, whole = _block_limits(ids, block)
+    low, high, whole = (x[:, :, None] for x in _block_limits(ids, block))
     other_low, other_high, other_whole = (x[:, None] for x in _block_limits(other_ids, other_block))
-    low, high, whole = (x[:, :, None] for x in (low, high, whole))
     meets = (low <= other_high) & (other_low <= high)
     same = whole & other_whole & (low == other_low)
     count = meets.shape[-1]
-    some, all_of = meets.any(-1), same.any(-1)
-    first = jnp.where(some, jnp.argmax(meets, -1), 0)
-    last = jnp.where(some, count - jnp.argmax(meets[..., ::-1], -1), 0)
-    inner = jnp.where(all_of, jnp.argmax(same, -1), 0)
-    run = same | (jnp.arange(count) < inner[..., None])  # up to the first block after them that is of another segment
-    outer = jnp.where(all_of, jnp.where(run.all(-1), count, jnp.argmin(run, -1)), 0)
-    return jnp.stack([first, last, inner, outer], -1).astype(jnp.int32)
+    index = jnp.arange(count, dtype=jnp.int32)
+    first = jnp.where(meets, index, count).min(-1)
+    last = jnp.where(meets, index + 1, 0).max(-1)
+    inner = jnp.where(same, index, count).min(-1)
+    outer = jnp.where(same | (index < inner[..., None]), count, index).min(-1)  # the first one after them that is not
+    return jnp.stack([first, last, inner, outer], -1)
 
 
 def _block_limits(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
