@@ -5,6 +5,7 @@ import tempfile
 
 _CACHE = tempfile.TemporaryDirectory(prefix="ejkernel-tests-")
 os.environ["EJKERNEL_CACHE_DIR"] = _CACHE.name
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests already fill the cores
 if os.environ.get("EJKERNEL_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.once
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 

@@ -19,6 +19,7 @@ from ejkernel_ops.kernels.attention import tiles
 from .compiled import compiled, launches
 
 pytest.importorskip("triton", reason="needs triton, which there is for Linux")
+pytestmark = pytest.mark.once
 
 HOPPER_SHARED = 232448
 MOST_SPILLS = 16  # bytes of a thread, where no option needs registers

@@ -18,6 +18,8 @@ from ejkernel_ops.registry import find_call
 
 from .wild import WHEN_TRACED, WILD, WildConfig
 
+pytestmark = pytest.mark.once
+
 X = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
 CALL = ek.Invocation(WILD, (X,))
 

@@ -19,6 +19,8 @@ from ejkernel_ops.kernels.attention.kernels import ATTENTION, ATTENTION_BWD
 
 from .fakes import FAKE, FakeConfig
 
+pytestmark = pytest.mark.once
+
 X = jax.ShapeDtypeStruct((7, 3), jnp.float32)
 
 

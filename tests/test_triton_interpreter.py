@@ -13,6 +13,8 @@ from ejkernel_ops.triton_interpreter import interpret
 
 from . import triton_kernels as kernels
 
+pytestmark = pytest.mark.once
+
 F32 = jnp.float32
 
 
