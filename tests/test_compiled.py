@@ -76,9 +76,11 @@ def triton_configs(inv):
     return [cfg for cfg in inv.kernel.candidate_cfgs(inv) if cfg.backend == "triton"]
 
 
-def assert_fit(inv, configs, most_spills=None, capability=90):
+def assert_fit(inv, configs, most_spills=None, capability=90, only=""):
     """Compiles the kernels of some configs, and looks at shared memory, spills and tensor cores."""
     for launch, needed in kernels_of(inv, configs).items():
+        if not launch.name.endswith(only):
+            continue
         made = compiled(launch, capability)
         spec = dict(launch.constants)["spec"]
         text = f"{launch.name} {launch.num_warps} warps {launch.num_stages} stages {spec}: {made}, formula {needed}"
@@ -114,7 +116,7 @@ def test_options_compile_with_tiles_that_are_not_square(options):
 
 
 def test_other_types_and_dims_compile():
-    for calls in (invocations(80, v_dim=48), invocations(64, dtype=jnp.float32), invocations(64, dtype=jnp.float16)):
+    for calls in (invocations(80, v_dim=48, dtype=jnp.float16), invocations(64, dtype=jnp.float32)):
         for inv in calls:
             assert_fit(inv, [inv.kernel.heuristic_cfg_triton(inv)])
 
@@ -122,7 +124,7 @@ def test_other_types_and_dims_compile():
 @pytest.mark.parametrize(("dim", "dtype"), [(256, jnp.bfloat16), (128, jnp.float32)])
 def test_the_gradient_of_a_bias_fits_where_heads_are_wide(dim, dtype):
     inv = invocations(dim, length=256, dtype=dtype, options=("bias",))[1]
-    assert_fit(inv, [inv.kernel.heuristic_cfg_triton(inv)])
+    assert_fit(inv, [inv.kernel.heuristic_cfg_triton(inv)], only="_bias")
 
 
 @pytest.mark.parametrize("smaller", [101376, 49152])
