@@ -461,6 +461,15 @@ def test_biases_of_great_size_are_no_minus_inf_and_make_no_nan(lowest, forward):
         np.testing.assert_allclose(got["out"][:, :5], uniform, rtol=1e-5, atol=1e-5)
 
 
+def test_the_greatest_bias_takes_all_the_weight():
+    floats, rng = inputs((17, 18), (2, 1), (16, 16), batch=1)
+    floats["bias"] = np.zeros((1, 1, 17, 18), np.float32)
+    floats["bias"][..., 4] = np.finfo(np.float32).max
+    got = run(floats, {}, cotangents_of(floats, rng), static(SMALL, **EXACT))
+    np.testing.assert_allclose(got["out"], np.broadcast_to(floats["value"][:, 4:5], got["out"].shape), rtol=1e-6)
+    assert all(np.isfinite(x).all() for x in got.values())
+
+
 def pinned_sides(floats, forward, backward):
     """An overlay that has each direction of a call of `run` on one back end."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), floats)

@@ -95,8 +95,9 @@ def _order(inv: Invocation) -> tuple[str, ...]:
     """The back ends before XLA, the fastest first."""
     if inv.arguments["query"].dtype == jnp.float32 and dot_precision(inv.kwargs["precision"]) == "ieee":
         return ()  # products without tensor cores are cuBLAS's domain
-    dense = inv.arguments["bias"] is not None or inv.arguments["mask"] is not None  # cuDNN reads all of it as a bias
-    return ("triton", "cudnn") if dense else ("cudnn", "triton")
+    if inv.arguments["mask"] is not None:  # which cuDNN reads as a bias of all queries by all keys
+        return ("triton", "cudnn")
+    return ("cudnn", "triton")
 
 
 @functools.cache  # once in a process

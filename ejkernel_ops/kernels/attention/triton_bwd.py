@@ -15,8 +15,7 @@ import triton.language as tl
 
 from .triton_tile import (
     INF,
-    LOG2E,
-    LOWEST,
+    base_2,
     block_range,
     kept,
     key_limits,
@@ -78,7 +77,7 @@ def attention_backward_q(
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if spec.has_dlse:
         delta -= tl.load(dlse_ptr + row_at, mask=live, other=0.0)
-    lse = tl.where(given > -INF, tl.maximum(given * LOG2E, LOWEST), INF)
+    lse = tl.where(given > -INF, base_2(given), INF)
     tl.store(lse2_ptr + sum_at, lse, mask=rows < spec.q_len)
     tl.store(delta_ptr + sum_at, delta, mask=rows < spec.q_len)
     k_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.head_dim

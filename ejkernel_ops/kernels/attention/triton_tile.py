@@ -13,7 +13,7 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # of a logit in base 2 that is not hidden
+LARGEST: tl.constexpr = tl.constexpr(3.0e38)  # size of a logit in base 2 that is not infinite
 INF: tl.constexpr = tl.constexpr(float("inf"))
 
 
@@ -49,6 +49,12 @@ def dense_tile(at, rows, cols, CHECKED: tl.constexpr, spec: tl.constexpr):
 
 
 @triton.jit
+def base_2(x):
+    """A finite natural logarithm in base 2, finite too."""
+    return tl.minimum(tl.maximum(x * LOG2E, -LARGEST), LARGEST)
+
+
+@triton.jit
 def logits(products, bias_ptr, rows, cols, CHECKED: tl.constexpr, spec: tl.constexpr):
     """Logits of a tile, and the slope of the soft cap; without cap and bias the products, which `factor` scales."""
     slope = 1.0
@@ -61,7 +67,7 @@ def logits(products, bias_ptr, rows, cols, CHECKED: tl.constexpr, spec: tl.const
     if spec.has_bias:
         at = bias_ptr + rows.to(tl.int64) * spec.bias_strides[2] + cols * spec.bias_strides[3]
         bias = dense_tile(at, rows, cols, CHECKED, spec).to(tl.float32)
-        products += tl.where(bias == -INF, -INF, tl.maximum(bias * LOG2E, LOWEST))
+        products += tl.where(bias == -INF, -INF, base_2(bias))
     return products, slope
 
 
