@@ -1,6 +1,6 @@
 """A chart of what `attention.py` measured, and the project's targets against it as Markdown tables.
 
-    python benchmarks/attention_chart.py docs/benchmarks/attention_h100.csv
+    python benchmarks/attention_chart.py docs/benchmarks/attention_h200.csv
 
 Draws throughput against length for causal attention beside the table, as a PNG of the same name; needs matplotlib
 (`pip install 'ejlayers[train]'`). Prints the targets and each point.
@@ -269,7 +269,7 @@ def _panel(axes: Any, rows: list[dict[str, str]]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("table", type=Path, nargs="?", default=Path("docs/benchmarks/attention_h100.csv"))
+    parser.add_argument("table", type=Path, nargs="?", default=Path("docs/benchmarks/attention_h200.csv"))
     parser.add_argument("--out", type=Path, help="default the table's name with .png")
     options = parser.parse_args(arguments)
     with open(options.table, newline="") as file:
