@@ -25,6 +25,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from .triton_assembly import IN_NUMPY
 from .triton_memory import Memory, numpy_type, unwritten
 
 # While a kernel runs here, `triton.language` is the interpreter's: nothing may compile then.
@@ -171,8 +172,20 @@ class _Builder(interpreter.InterpreterBuilder):
             return self.ternary_op(arg, lo, hi, np.clip)
         return self.create_minnumf(self.create_maxnumf(arg, lo), hi)
 
+    def create_inline_asm(self, text, constraints, values, types, is_pure, pack):
+        (kind,) = types
+        return _Results([interpreter.TensorHandle(IN_NUMPY[text](*[x.data for x in values]), kind.scalar)])
+
     def get_all_ones_value(self, type):
         return interpreter.TensorHandle(~np.zeros(1, numpy_type(type)), type.scalar)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Results:
+    values: list[interpreter.TensorHandle]
+
+    def get_result(self, i: int) -> interpreter.TensorHandle:
+        return self.values[i]
 
 
 def _lanes(mask: Any, addresses: np.ndarray) -> np.ndarray:

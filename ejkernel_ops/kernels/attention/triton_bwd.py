@@ -1,8 +1,8 @@
 """The backward kernels of attention in Triton: queries, keys and values, and bias, each in one kernel of its own.
 
 No two programs add to the same number, so gradients are the same bits in each run. The first one leaves two numbers
-of each query for the others, both `(batch, heads, q_len)`: the log-sum-exp in base 2, `+inf` for queries that see
-nothing, and `delta`, the mean of the gradient of the probabilities.
+of each query for the others, both `(batch, heads, q_len)`: the log-sum-exp in units of rows, `+inf` for queries that
+see nothing, and `delta`, the mean of the gradient of the probabilities.
 
 Source: FlashAttention-2, Dao 2023, arXiv:2307.08691.
 """
@@ -15,8 +15,8 @@ import triton.language as tl
 
 from .triton_tile import (
     INF,
-    base_2,
     block_range,
+    in_units,
     kept,
     key_limits,
     load_rows,
@@ -25,8 +25,10 @@ from .triton_tile import (
     offset_and_length,
     phase_of,
     probabilities,
+    program,
     query_limits,
     seen_keys,
+    shown,
     visible,
 )
 
@@ -34,7 +36,7 @@ from .triton_tile import (
 @triton.jit
 def attention_backward_q(
     q_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, offset_ptr, q_ids_ptr, kv_ids_ptr, lengths_ptr, seed_ptr, ranges_ptr,
-    hidden_ptr, dout_ptr, out_ptr, lse_ptr, dlse_ptr, dq_ptr, lse2_ptr, delta_ptr, spec: tl.constexpr,
+    hidden_ptr, dout_ptr, out_ptr, lse_ptr, dlse_ptr, dq_ptr, row_lse_ptr, delta_ptr, spec: tl.constexpr,
 ):  # fmt: skip
     """Gradients of queries: one program for each block of queries of a head, tiles of queries by keys.
 
@@ -45,12 +47,9 @@ def attention_backward_q(
     block_d: tl.constexpr = spec.block_d
     block_e: tl.constexpr = spec.block_e
     num_blocks: tl.constexpr = (spec.q_len + block_q - 1) // block_q
-    pid = tl.program_id(0)
-    block = pid % num_blocks
+    block, head, batch = program(num_blocks, spec.heads, spec)
     if spec.right >= 0:  # the last queries see most: they start first
         block = num_blocks - 1 - block
-    head = (pid // num_blocks % spec.heads).to(tl.int64)
-    batch = (pid // (num_blocks * spec.heads)).to(tl.int64)
     kv_head = head // (spec.heads // spec.kv_heads)
     first_row = block * block_q
     rows = first_row + tl.arange(0, block_q)
@@ -61,7 +60,7 @@ def attention_backward_q(
     offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
     last_row = tl.minimum(first_row + block_q, spec.q_len) - 1
     begin, end, inner_begin, inner_end = key_limits(first_row, last_row, offset, kv_len, spec)
-    ranges_ptr += (batch * num_blocks + block) * 4
+    ranges_ptr += batch * spec.range_strides[0] + head * spec.range_strides[1] + block * 4
     first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, block_kv, spec)
 
     given = tl.load(lse_ptr + row_at, mask=rows < spec.q_len, other=-INF)
@@ -77,8 +76,8 @@ def attention_backward_q(
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if spec.has_dlse:
         delta -= tl.load(dlse_ptr + row_at, mask=live, other=0.0)
-    lse = tl.where(given > -INF, base_2(given), INF)
-    tl.store(lse2_ptr + sum_at, lse, mask=rows < spec.q_len)
+    lse = tl.where(given > -INF, in_units(given, spec), INF)
+    tl.store(row_lse_ptr + sum_at, lse, mask=rows < spec.q_len)
     tl.store(delta_ptr + sum_at, delta, mask=rows < spec.q_len)
     k_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.head_dim
     v_ptr += (batch * spec.kv_len * spec.kv_heads + kv_head) * spec.v_dim
@@ -98,24 +97,23 @@ def attention_backward_q(
                 unseen, kv_ids = cols, cols
                 if phase != 1 and spec.left >= 0:
                     unseen = tl.where(cols < begin, spec.kv_len, unseen)
-                if spec.has_mask:
+                if phase != 1 and spec.has_mask:
                     unseen = seen_keys(hidden_ptr, unseen, batch, kv_head, spec)
                 if phase != 1 and spec.has_ids:
                     kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < end, other=-1)
                     unseen = tl.where(kv_ids < 0, spec.kv_len, unseen)
                 k_at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
-                k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d,
-                              phase != 1 or spec.has_mask)  # fmt: skip
+                k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, phase != 1)
                 v_at = v_ptr + cols[None, :] * (spec.kv_heads * spec.v_dim) + e[:, None]
-                v = load_tile(v_at, e[:, None], unseen[None, :], spec.v_dim, end, spec.padded_e,
-                              phase != 1 or spec.has_mask)  # fmt: skip
+                v = load_tile(v_at, e[:, None], unseen[None, :], spec.v_dim, end, spec.padded_e, phase != 1)
                 products = tl.dot(q, k, input_precision=spec.precision)
                 scores, slope = logits(products, bias_ptr, rows[:, None], cols[None, :], phase != 1 or spec.ragged_q,
                                        spec)  # fmt: skip
+                if spec.has_mask:
+                    scores = shown(scores, mask_ptr, rows, spec.q_len, j * block_kv, spec.ragged_q, block_kv, spec)
                 probs = probabilities(scores, lse[:, None], spec)
-                if phase != 1 or spec.has_mask:
-                    seen = visible(rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_ptr,
-                                   phase != 1, phase != 1 or spec.ragged_q, spec)  # fmt: skip
+                if phase != 1:
+                    seen = visible(rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], spec)
                     probs = tl.where(seen, probs, 0.0)
                 dprobs = tl.dot(dout, v, input_precision=spec.precision)
                 if spec.threshold > 0:
@@ -142,9 +140,7 @@ def attention_backward_kv(
     block_e: tl.constexpr = spec.block_e
     num_blocks: tl.constexpr = (spec.kv_len + block_kv - 1) // block_kv
     group: tl.constexpr = spec.heads // spec.kv_heads
-    pid = tl.program_id(0)
-    block, kv_head = pid % num_blocks, (pid // num_blocks % spec.kv_heads).to(tl.int64)
-    batch = (pid // (num_blocks * spec.kv_heads)).to(tl.int64)
+    block, kv_head, batch = program(num_blocks, spec.kv_heads, spec)
     first_col = block * block_kv
     cols = first_col + tl.arange(0, block_kv)
     d, e = tl.arange(0, block_d), tl.arange(0, block_e)
@@ -155,7 +151,7 @@ def attention_backward_kv(
     begin, end, inner_begin, inner_end = query_limits(first_col, last_col, offset, spec)
     if spec.has_lengths:
         end = tl.where(first_col < kv_len, end, 0)
-    ranges_ptr += (batch * num_blocks + block) * 4
+    ranges_ptr += batch * spec.range_strides[0] + kv_head * spec.range_strides[1] + block * 4
     first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, block_q, spec)
 
     # Keys that no query sees may hold anything: they are not loaded.
@@ -191,27 +187,30 @@ def attention_backward_kv(
                     rows = i * block_q + tl.arange(0, block_q)
                     lse = load_rows(lse_ptr + sums + rows, rows, spec.q_len, phase != 1 and spec.ragged_q)
                     unseen = rows
-                    if spec.dead_rows:  # what they hold must reach nothing
+                    if phase != 1 and spec.dead_rows:  # what they hold must reach nothing
                         unseen = tl.where(lse == INF, spec.q_len, rows)
                     q_at = q_head + rows[None, :] * (spec.heads * spec.head_dim) + d[:, None]
                     q = load_tile(q_at, d[:, None], unseen[None, :], spec.head_dim, spec.q_len,
-                                  spec.padded_d, (phase != 1 and spec.ragged_q) or spec.dead_rows)  # fmt: skip
+                                  spec.padded_d, phase != 1 and (spec.ragged_q or spec.dead_rows))  # fmt: skip
                     products = tl.dot(k, q, input_precision=spec.precision)
                     scores, slope = logits(products, bias_head, rows[None, :], cols[:, None],
                                            phase != 1 or spec.ragged_kv, spec)  # fmt: skip
+                    if spec.has_mask:
+                        scores = shown(scores, mask_head, cols, spec.kv_len, i * block_q, spec.ragged_kv, block_q, spec)
                     probs = probabilities(scores, lse[None, :], spec)
-                    if phase != 1 or spec.has_mask:
+                    if phase != 1:
                         q_ids = rows
-                        if phase != 1 and spec.has_ids:
+                        if spec.has_ids:
                             q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
-                        tile = visible(rows[None, :], cols[:, None], offset, kv_len, q_ids[None, :], kv_ids[:, None],
-                                       mask_head, phase != 1, phase != 1 or spec.ragged_kv, spec)  # fmt: skip
-                        if phase != 1 and spec.ragged_q:
+                        tile = visible(
+                            rows[None, :], cols[:, None], offset, kv_len, q_ids[None, :], kv_ids[:, None], spec
+                        )
+                        if spec.ragged_q:
                             tile = tile & (rows < spec.q_len)[None, :]
                         probs = tl.where(tile, probs, 0.0)
                     dout_at = dout_head + rows[:, None] * (spec.heads * spec.v_dim) + e[None, :]
                     dout = load_tile(dout_at, unseen[:, None], e[None, :], spec.q_len, spec.v_dim,
-                                     (phase != 1 and spec.ragged_q) or spec.dead_rows, spec.padded_e)  # fmt: skip
+                                     phase != 1 and (spec.ragged_q or spec.dead_rows), spec.padded_e)  # fmt: skip
                     weights = probs
                     if spec.threshold > 0:
                         keep = kept(seed_ptr + batch * 2, head, i * block_q, first_col, spec)
@@ -240,8 +239,8 @@ def attention_backward_kv(
 
 @triton.jit
 def attention_backward_bias(
-    q_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, offset_ptr, q_ids_ptr, kv_ids_ptr, lengths_ptr, seed_ptr, hidden_ptr,
-    dout_ptr, lse_ptr, delta_ptr, dbias_ptr, spec: tl.constexpr, sums: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, mask_ptr, offset_ptr, q_ids_ptr, kv_ids_ptr, lengths_ptr, seed_ptr, _ranges_ptr,
+    hidden_ptr, dout_ptr, lse_ptr, delta_ptr, dbias_ptr, spec: tl.constexpr, sums: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the bias: one program for each tile of it, or for each head where it broadcasts along a length.
 
@@ -298,9 +297,10 @@ def attention_backward_bias(
         bias_head = bias_ptr + batch * spec.bias_strides[0] + head * spec.bias_strides[1]
         mask_head = mask_ptr + batch * spec.mask_strides[0] + head * spec.mask_strides[1]
         scores, _slope = logits(products, bias_head, rows[:, None], cols[None, :], True, spec)
+        if spec.has_mask:
+            scores = shown(scores, mask_head, rows, spec.q_len, j * block_kv, True, block_kv, spec)
         probs = probabilities(scores, lse[:, None], spec)
-        seen = visible(rows[:, None], cols[None, :], offset, end_seen, q_ids[:, None], kv_ids[None, :], mask_head,
-                       True, True, spec)  # fmt: skip
+        seen = visible(rows[:, None], cols[None, :], offset, end_seen, q_ids[:, None], kv_ids[None, :], spec)
         dprobs = tl.dot(dout, v, input_precision=spec.precision)
         if spec.threshold > 0:
             keep = kept(seed_ptr + batch * 2, head, i * block_q, j * block_kv, spec)

@@ -12,7 +12,6 @@ import triton.language as tl
 from .triton_tile import (
     INF,
     LN2,
-    LOG2E,
     block_range,
     kept,
     key_limits,
@@ -20,7 +19,9 @@ from .triton_tile import (
     logits,
     offset_and_length,
     phase_of,
+    program,
     seen_keys,
+    shown,
     visible,
 )
 
@@ -36,12 +37,9 @@ def attention_forward(
     block_d: tl.constexpr = spec.block_d
     block_e: tl.constexpr = spec.block_e
     num_blocks: tl.constexpr = (spec.q_len + block_q - 1) // block_q
-    pid = tl.program_id(0)
-    block = pid % num_blocks
+    block, head, batch = program(num_blocks, spec.heads, spec)
     if spec.right >= 0:  # the last queries see most: they start first
         block = num_blocks - 1 - block
-    head = (pid // num_blocks % spec.heads).to(tl.int64)
-    batch = (pid // (num_blocks * spec.heads)).to(tl.int64)
     kv_head = head // (spec.heads // spec.kv_heads)
     first_row = block * block_q
     rows = first_row + tl.arange(0, block_q)
@@ -51,7 +49,7 @@ def attention_forward(
     offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
     last_row = tl.minimum(first_row + block_q, spec.q_len) - 1
     begin, end, inner_begin, inner_end = key_limits(first_row, last_row, offset, kv_len, spec)
-    ranges_ptr += (batch * num_blocks + block) * 4
+    ranges_ptr += batch * spec.range_strides[0] + head * spec.range_strides[1] + block * 4
     first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, block_kv, spec)
 
     q_at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
@@ -77,48 +75,47 @@ def attention_forward(
                 unseen, kv_ids = cols, cols
                 if phase != 1 and spec.left >= 0:
                     unseen = tl.where(cols < begin, spec.kv_len, unseen)
-                if spec.has_mask:
+                if phase != 1 and spec.has_mask:
                     unseen = seen_keys(hidden_ptr, unseen, batch, kv_head, spec)
                 if phase != 1 and spec.has_ids:
                     kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < end, other=-1)
                     unseen = tl.where(kv_ids < 0, spec.kv_len, unseen)
                 k_at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
-                k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d,
-                              phase != 1 or spec.has_mask)  # fmt: skip
+                k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, phase != 1)
                 products = tl.dot(q, k, input_precision=spec.precision)
                 scores, _slope = logits(products, bias_ptr, rows[:, None], cols[None, :], phase != 1 or spec.ragged_q,
                                         spec)  # fmt: skip
-                if phase != 1 or spec.has_mask:
-                    seen = visible(rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], mask_ptr,
-                                   phase != 1, phase != 1 or spec.ragged_q, spec)  # fmt: skip
+                if phase != 1:
+                    seen = visible(rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], spec)
                     scores = tl.where(seen, scores, -INF)
+                if spec.has_mask:
+                    scores = shown(scores, mask_ptr, rows, spec.q_len, j * block_kv, spec.ragged_q, block_kv, spec)
                 new = tl.maximum(top, tl.max(scores, 1) * spec.factor)
                 finite = new
                 if phase != 1 or spec.has_mask or spec.has_bias:  # of a row that has seen nothing yet
                     finite = tl.where(new == -INF, 0.0, new)
-                probs = tl.exp2(scores * spec.factor - finite[:, None])
-                fade = tl.exp2(top - finite)
+                probs = tl.exp2((scores * spec.factor - finite[:, None]) * spec.base)
+                fade = tl.exp2((top - finite) * spec.base)
                 total = total * fade + tl.sum(probs, 1)
                 if spec.threshold > 0:
                     keep = kept(seed_ptr + batch * 2, head, first_row, j * block_kv, spec)
                     probs = tl.where(keep, probs, 0.0)
                 acc = acc * fade[:, None]
                 v_at = v_ptr + cols[:, None] * (spec.kv_heads * spec.v_dim) + e[None, :]
-                v = load_tile(v_at, unseen[:, None], e[None, :], end, spec.v_dim, phase != 1 or spec.has_mask,
-                              spec.padded_e)  # fmt: skip
+                v = load_tile(v_at, unseen[:, None], e[None, :], end, spec.v_dim, phase != 1, spec.padded_e)
                 acc = tl.dot(probs.to(v.dtype), v, acc, input_precision=spec.precision)
                 top = new
 
     if spec.has_sinks:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * spec.unit
         new = tl.maximum(top, sink)
         finite = tl.where(new == -INF, 0.0, new)
-        fade = tl.exp2(top - finite)
-        acc, total, top = acc * fade[:, None], total * fade + tl.exp2(sink - finite), new
+        fade = tl.exp2((top - finite) * spec.base)
+        acc, total, top = acc * fade[:, None], total * fade + tl.exp2((sink - finite) * spec.base), new
     empty = total == 0
     safe = tl.where(empty, 1.0, total)
     acc = acc * (1.0 / (safe * spec.keep))[:, None]
     out_at = out_ptr + row_at[:, None] * spec.v_dim + e[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=(rows < spec.q_len)[:, None] & (e < spec.v_dim)[None, :])
-    lse = tl.where(empty, -INF, (top + tl.log2(safe)) * LN2)
+    lse = tl.where(empty, -INF, top * (1.0 / spec.unit) + tl.log2(safe) * LN2)
     tl.store(lse_ptr + row_at, lse, mask=rows < spec.q_len)

@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from ...triton_call import triton_call
-from .arrange import unseen_by_mask
 from .tiles import Room, Tile, bias_tile
-from .triton_spec import LOG2E, TritonSpec, spec_of
+from .triton_seen import Seen, keys_seen, queries_seen
+from .triton_spec import TritonSpec, spec_of
 from .xla import Statics
-
-_NO_ID = 2**31 - 1
 
 
 def forward(arrays: tuple, statics: Statics, params: Any) -> tuple[jax.Array, jax.Array]:
@@ -25,18 +23,18 @@ def forward(arrays: tuple, statics: Statics, params: Any) -> tuple[jax.Array, ja
     from .triton_fwd import attention_forward
 
     spec = spec_of(arrays, statics, (params.q_blocksize, params.kv_blocksize))
-    query, key, value, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed = arrays
+    query, key, value, bias, _, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed = arrays
     batch, q_len, heads, _ = query.shape
-    ranges = block_ranges(q_ids, kv_ids, spec.block_q, spec.block_kv)
+    seen = keys_seen(arrays, (spec.block_q, spec.block_kv))
     out, lse = triton_call(
         attention_forward, query, key, value,
-        *_given(query, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed, ranges, _hidden(mask, key)),
+        *_given(query, bias, seen.words, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed, seen.ranges, seen.hidden),
         out_types=[
             jax.ShapeDtypeStruct((batch, q_len, heads, spec.v_dim), query.dtype),
             jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
         ],
         grid=(-(-q_len // spec.block_q) * heads * batch,), num_warps=params.num_warps, num_stages=params.num_stages,
-        name="flash_attention", spec=spec,
+        name="flash_attention", spec=dataclasses.replace(spec, **seen.fields),
     )  # fmt: skip
     return out, lse
 
@@ -45,35 +43,34 @@ def forward(arrays: tuple, statics: Statics, params: Any) -> tuple[jax.Array, ja
 class _Backward:
     """What all backward kernels take."""
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    optional: list[Any]
-    ids: tuple[Any, Any]
-    hidden: jax.Array
+    arrays: tuple
     dout: jax.Array
+
+    def operands(self, seen: Seen, *rows: Any) -> list[Any]:
+        """The operands of a kernel that takes ranges of blocks or not, and some numbers of each query."""
+        query, key, value, bias, _, q_offset, q_ids, kv_ids, kv_lengths, _, seed = self.arrays
+        given = bias, seen.words, q_offset, q_ids, kv_ids, kv_lengths, seed, seen.ranges, seen.hidden
+        return [query, key, value, *_given(query, *given), self.dout, *rows]
 
 
 def backward(arrays: tuple, out: Any, lse: Any, dout: Any, dlse: Any, needs: tuple, statics: Statics, params: Any):
     """Gradients of query, key, value, bias and sinks, each `None` where `needs` is false; `params` a `BwdParams`."""
     spec = spec_of(arrays, statics, (params.q_blocksize, params.kv_blocksize))
-    query, key, value, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed = arrays
+    query, _, value, bias, mask, *_, sinks, _ = arrays
     need_q, need_k, need_v, need_bias, need_sinks = needs
-    optional = _given(query, bias, mask, q_offset, q_ids, kv_ids, kv_lengths, seed)
-    (hidden,) = _given(query, _hidden(mask, key))
-    x = _Backward(query, key, value, optional, (q_ids, kv_ids), hidden, dout)
+    x = _Backward(arrays, dout)
     tiles = dataclasses.replace(
         spec, block_q=params.blocksize_m, block_kv=params.blocksize_n, has_dlse=dlse is not None, want_dq=need_q
     )
-    dq, lse2, delta = _queries(x, (out, lse, *_given(query, dlse)), tiles, params)
+    dq, row_lse, delta = _queries(x, (out, lse, *_given(query, dlse)), tiles, params)
     dk = dv = dbias = dsinks = None
     if need_k or need_v:
-        dk, dv = _keys(x, (lse2, delta), (need_k, need_v), spec, params)
+        dk, dv = _keys(x, lse, (row_lse, delta), (need_k, need_v), spec, params)
     if need_bias:
         room = Room.of_operands(query, value, bias, mask, statics.dropout_rate, statics.precision, None)
-        dbias = _bias(x, bias, (lse2, delta), spec, bias_tile(room))
+        dbias = _bias(x, (row_lse, delta), spec, bias_tile(room))
     if need_sinks:
-        probs = jnp.exp2(sinks.astype(jnp.float32)[None, :, None] * LOG2E - lse2)
+        probs = jnp.exp2((sinks.astype(jnp.float32)[None, :, None] * spec.unit - row_lse) * spec.base)
         dsinks = -(probs * delta).sum((0, 2))
     return dq if need_q else None, dk, dv, dbias, dsinks
 
@@ -82,32 +79,36 @@ def _queries(x: _Backward, rows: tuple, spec: TritonSpec, params: Any) -> list[j
     """Gradient of queries, and the two numbers of each query that the other kernels take."""
     from .triton_bwd import attention_backward_q
 
-    batch, q_len, heads, _ = x.query.shape
-    ranges = block_ranges(*x.ids, spec.block_q, spec.block_kv)
+    query = x.arrays[0]
+    batch, q_len, heads, _ = query.shape
+    seen = keys_seen(x.arrays, (spec.block_q, spec.block_kv))
     sums = jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32)
-    dq = jax.ShapeDtypeStruct(x.query.shape if spec.want_dq else (1,), x.query.dtype)
+    dq = jax.ShapeDtypeStruct(query.shape if spec.want_dq else (1,), query.dtype)
     return triton_call(
-        attention_backward_q, x.query, x.key, x.value, *x.optional, *_given(x.query, ranges), x.hidden, x.dout, *rows,
-        out_types=[dq, sums, sums], grid=(-(-q_len // spec.block_q) * heads * batch,), num_warps=params.num_warps_mn,
-        num_stages=params.num_stages_mn, name="flash_attention_bwd_q", spec=spec,
+        attention_backward_q, *x.operands(seen, *rows), out_types=[dq, sums, sums],
+        grid=(-(-q_len // spec.block_q) * heads * batch,), num_warps=params.num_warps_mn,
+        num_stages=params.num_stages_mn, name="flash_attention_bwd_q", spec=dataclasses.replace(spec, **seen.fields),
     )  # fmt: skip
 
 
-def _keys(x: _Backward, sums: tuple, needs: tuple, spec: TritonSpec, params: Any) -> list[jax.Array | None]:
+def _keys(
+    x: _Backward, lse: jax.Array, sums: tuple, needs: tuple, spec: TritonSpec, params: Any
+) -> list[jax.Array | None]:
     """Gradients of keys and values, by one kernel; of wide heads by one each, for registers hold one sum only."""
     from .triton_bwd import attention_backward_kv
 
-    batch, kv_len, kv_heads, _ = x.key.shape
-    ranges = block_ranges(x.ids[1], x.ids[0], spec.block_kv, spec.block_q)
+    _, key, value, *_ = x.arrays
+    batch, kv_len, kv_heads, _ = key.shape
+    seen = queries_seen(x.arrays, lse if spec.dead_rows else None, (spec.block_q, spec.block_kv))
 
     def run(want_dk: bool, want_dv: bool) -> list[jax.Array]:
-        wanted = ((x.key, want_dk), (x.value, want_dv))
+        wanted = ((key, want_dk), (value, want_dv))
         return triton_call(
-            attention_backward_kv, x.query, x.key, x.value, *x.optional, *_given(x.query, ranges), x.hidden, x.dout,
-            *sums, out_types=[jax.ShapeDtypeStruct(a.shape if want else (1,), a.dtype) for a, want in wanted],
+            attention_backward_kv, *x.operands(seen, *sums),
+            out_types=[jax.ShapeDtypeStruct(a.shape if want else (1,), a.dtype) for a, want in wanted],
             grid=(-(-kv_len // spec.block_kv) * kv_heads * batch,), num_warps=params.num_warps,
             num_stages=params.num_stages, name="flash_attention_bwd_kv",
-            spec=dataclasses.replace(spec, want_dk=want_dk, want_dv=want_dv),
+            spec=dataclasses.replace(spec, want_dk=want_dk, want_dv=want_dv, **seen.fields),
         )  # fmt: skip
 
     if all(needs) and not spec.is_wide:
@@ -128,15 +129,17 @@ class BiasSums:
     shape: tuple[int, ...]
 
 
-def _bias(x: _Backward, bias: jax.Array, sums_of_rows: tuple, spec: TritonSpec, tile: Tile) -> jax.Array:
+def _bias(x: _Backward, sums_of_rows: tuple, spec: TritonSpec, tile: Tile) -> jax.Array:
     """The gradient of a bias in float32, summed over the axes that it broadcasts.
 
     A program that sums over a length takes one head of one example: there are too few otherwise.
     """
     from .triton_bwd import attention_backward_bias
 
-    spec = dataclasses.replace(spec, block_q=tile.q, block_kv=tile.kv)
-    full = (x.query.shape[0], x.query.shape[2], spec.q_len, spec.kv_len)
+    query, _, _, bias, *_ = x.arrays
+    seen = keys_seen(x.arrays, (tile.q, tile.kv))
+    spec = dataclasses.replace(spec, block_q=tile.q, block_kv=tile.kv, **seen.fields)
+    full = (query.shape[0], query.shape[2], spec.q_len, spec.kv_len)
     blocks = (*full[:2], -(-spec.q_len // tile.q), -(-spec.kv_len // tile.kv))
     long = [n > 1 or size == 1 for n, size in zip(bias.shape, full)]
     if not (long[2] and long[3]):
@@ -148,7 +151,7 @@ def _bias(x: _Backward, bias: jax.Array, sums_of_rows: tuple, spec: TritonSpec, 
     )
     grid = sums.tiles[0] * sums.tiles[1] * sums.tiles[2] * sums.tiles[3]
     (parts,) = triton_call(
-        attention_backward_bias, x.query, x.key, x.value, *x.optional, x.hidden, x.dout, *sums_of_rows,
+        attention_backward_bias, *x.operands(seen, *sums_of_rows),
         out_types=[jax.ShapeDtypeStruct(sums.shape, jnp.float32)], grid=(grid,), num_warps=tile.warps,
         num_stages=tile.stages, name="flash_attention_bwd_bias", spec=spec, sums=sums,
     )  # fmt: skip
@@ -156,49 +159,6 @@ def _bias(x: _Backward, bias: jax.Array, sums_of_rows: tuple, spec: TritonSpec, 
     return parts.sum(axes, keepdims=True) if axes else parts
 
 
-def _hidden(mask: jax.Array | None, key: jax.Array) -> jax.Array | None:
-    """Flags of the keys that a mask hides from every query: what they hold must not reach a product."""
-    return None if mask is None else unseen_by_mask(mask, key.shape[2])
-
-
 def _given(query: jax.Array, *optional: Any) -> list[Any]:
     """Operands, with the query in place of those that are not given: the kernels do not read them."""
     return [query if x is None else x for x in optional]
-
-
-def block_ranges(ids: Any, other_ids: Any, block: int, other_block: int) -> jax.Array | None:
-    """Which blocks of the other side each block may see by segment ids.
-
-    Args:
-        ids: `(batch, length)` int32.
-        other_ids: those of the other side.
-        block: rows in a block.
-        other_block: rows in a block of the other side.
-
-    Returns:
-        `(batch, blocks, 4)` int32: first and end of the blocks that hold an id that the block holds, too (those
-        between them may hold none), and first and end of some that are of the same, one segment, as it is; the
-        first is the number of blocks where there are none.
-    """
-    if ids is None:
-        return None
-    low, high, whole = (x[:, :, None] for x in _block_limits(ids, block))
-    other_low, other_high, other_whole = (x[:, None] for x in _block_limits(other_ids, other_block))
-    meets = (low <= other_high) & (other_low <= high)
-    same = whole & other_whole & (low == other_low)
-    count = meets.shape[-1]
-    index = jnp.arange(count, dtype=jnp.int32)
-    first = jnp.where(meets, index, count).min(-1)
-    last = jnp.where(meets, index + 1, 0).max(-1)
-    inner = jnp.where(same, index, count).min(-1)
-    outer = jnp.where(same | (index < inner[..., None]), count, index).min(-1)  # the first one after them that is not
-    return jnp.stack([first, last, inner, outer], -1)
-
-
-def _block_limits(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Least and greatest id of each block, negative ones left out, and whether it is of one segment as a whole."""
-    batch, length = ids.shape
-    blocks = jnp.pad(ids, ((0, 0), (0, -length % block)), constant_values=-1).reshape(batch, -1, block)
-    low = jnp.where(blocks < 0, _NO_ID, blocks).min(-1)
-    high = blocks.max(-1)
-    return low, high, (blocks.min(-1) == high) & (high >= 0)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+from .triton_seen import strides
 from .xla import Statics
 
 _OPEN = 1 << 30  # a side of a window that is as good as open
@@ -22,12 +23,15 @@ _WAYS = tuple(_PRECISIONS)
 class TritonSpec:
     """Sizes and options of a call; window sides are -1 where they are open, causality is a right side of 0.
 
-    `factor` scales what `logits` returns into base-2 logits, which it is already where `transformed`; `threshold` is
-    the least random word that dropout keeps, 0 without dropout; strides are of `(batch, head, query, key)` in
-    elements, 0 along axes that broadcast. `want_dq`, `want_dk` and `want_dv` are what backward kernels compute;
-    `hidden_strides` are of the flags of hidden keys, `(batch, key, key head)`.
+    `factor` scales what `logits` returns, products or with `transformed` logits, into units of which `exp2` takes
+    `base` each: bits, but with a bias natural logarithms, for in bits the greatest biases are infinite. `threshold`
+    is the least random word that dropout keeps, 0 without dropout. `has_ranges` is whether there are ranges of blocks
+    to load, `dead_rows` whether there may be queries that see no key. Strides are in elements, 0 along axes that
+    broadcast: of the bias by `(batch, head, query, key)`, the others as `triton_seen.py` makes them. `want_dq`,
+    `want_dk` and `want_dv` are what backward kernels compute.
     """
 
+    batch: int
     q_len: int
     kv_len: int
     heads: int
@@ -40,6 +44,7 @@ class TritonSpec:
     block_kv: int
     scale: float
     factor: float
+    base: float
     transformed: bool
     soft_cap: float
     left: int
@@ -55,18 +60,30 @@ class TritonSpec:
     has_bias: bool
     has_mask: bool
     dead_rows: bool
+    has_ranges: bool = False
     has_dlse: bool = False
     want_dq: bool = True
     want_dk: bool = True
     want_dv: bool = True
-    bias_strides: tuple[int, int, int, int]
-    mask_strides: tuple[int, int, int, int]
-    hidden_strides: tuple[int, int, int]
+    bias_strides: tuple[int, ...]
+    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+    hidden_strides: tuple[int, ...] = (0, 0, 0)
+    range_strides: tuple[int, ...] = (0, 0)
 
     @property
     def is_wide(self) -> bool:
         """Whether registers hold the sums of one gradient of keys or values at most."""
         return max(self.block_d, self.block_e) > 128
+
+    @property
+    def unit(self) -> float:
+        """Units of rows in a natural logarithm."""
+        return LOG2E if self.base == 1.0 else 1.0
+
+    @property
+    def batch_first(self) -> bool:
+        """Whether programs of all examples come together, for they read the same tile of a bias."""
+        return self.has_bias and self.bias_strides[0] == 0 and self.bias_strides[2] > 0
 
     @property
     def padded_d(self) -> bool:
@@ -91,13 +108,13 @@ class TritonSpec:
     @property
     def key_phases(self) -> tuple[bool, bool, bool]:
         """Whether queries may meet key blocks at a first edge of what they see, between the edges, at a last one."""
-        last = self.right >= 0 or self.has_ids or self.has_lengths or self.ragged_kv
-        return self.left >= 0 or self.has_ids, True, last
+        last = self.right >= 0 or self.has_ranges or self.has_lengths or self.ragged_kv
+        return self.left >= 0 or self.has_ranges, True, last
 
     @property
     def query_phases(self) -> tuple[bool, bool, bool]:
         """The same of the query blocks that see some keys."""
-        return self.right >= 0 or self.has_ids, True, self.left >= 0 or self.has_ids or self.ragged_q
+        return self.right >= 0 or self.has_ranges, True, self.left >= 0 or self.has_ranges or self.ragged_q
 
 
 def spec_of(arrays: tuple, statics: Statics, blocks: tuple[int, int]) -> TritonSpec:
@@ -113,6 +130,7 @@ def spec_of(arrays: tuple, statics: Statics, blocks: tuple[int, int]) -> TritonS
     positions = left >= 0 or right >= 0
     offset = (statics.static_offset or 0) if positions else 0
     return TritonSpec(
+        batch=query.shape[0],
         q_len=query.shape[1],
         kv_len=key.shape[1],
         heads=query.shape[2],
@@ -124,7 +142,8 @@ def spec_of(arrays: tuple, statics: Statics, blocks: tuple[int, int]) -> TritonS
         block_q=blocks[0],
         block_kv=blocks[1],
         scale=scale,
-        factor=1.0 if transformed else scale * LOG2E,
+        factor=(1.0 if transformed else scale) * (1.0 if bias is not None else LOG2E),
+        base=1.0 if bias is None else LOG2E,
         transformed=transformed,
         soft_cap=float(cap or 0.0),
         left=left,
@@ -140,9 +159,7 @@ def spec_of(arrays: tuple, statics: Statics, blocks: tuple[int, int]) -> TritonS
         has_bias=bias is not None,
         has_mask=mask is not None,
         dead_rows=_may_see_nothing(arrays, offset, left, positions),
-        bias_strides=_strides(bias),
-        mask_strides=_strides(mask),
-        hidden_strides=_hidden_strides(mask, key.shape[2]),
+        bias_strides=strides(bias),
     )
 
 
@@ -157,22 +174,6 @@ def dot_precision(precision: Any) -> str | None:
 def width(dim: int) -> int:
     """Columns of a tile that holds a head: a power of two, as Triton's products need, at least 16."""
     return max(16, 1 << (dim - 1).bit_length())
-
-
-def _strides(x: Any) -> tuple[int, int, int, int]:
-    if x is None:
-        return 0, 0, 0, 0
-    steps = [math.prod(x.shape[axis + 1 :]) for axis in range(4)]
-    return tuple(0 if n == 1 else step for n, step in zip(x.shape, steps))  # type: ignore[return-value]
-
-
-def _hidden_strides(mask: Any, kv_heads: int) -> tuple[int, int, int]:
-    """Strides of what `unseen_by_mask` gives."""
-    if mask is None:
-        return 0, 0, 0
-    batch, heads, _, length = mask.shape
-    heads = kv_heads if heads > 1 else 1
-    return length * heads if batch > 1 else 0, heads if length > 1 else 0, 1 if heads > 1 else 0
 
 
 def _may_see_nothing(arrays: tuple, offset: int, left: int, positions: bool) -> bool:

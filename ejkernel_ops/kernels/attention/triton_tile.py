@@ -11,6 +11,8 @@ product of its own. `spec` is a `TritonSpec`: what it turns off is not compiled.
 import triton
 import triton.language as tl
 
+from ...triton_assembly import IF_BIT, IF_BIT_OPERANDS
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LARGEST: tl.constexpr = tl.constexpr(3.0e38)  # size of a logit in base 2 that is not infinite
@@ -41,7 +43,7 @@ def load_rows(at, rows, num_rows, CHECKED: tl.constexpr):
 
 @triton.jit
 def dense_tile(at, rows, cols, CHECKED: tl.constexpr, spec: tl.constexpr):
-    """A tile of a bias or a mask, with zeros outside of the lengths; not checked where it cannot lie outside."""
+    """A tile of a bias, with zeros outside of the lengths; not checked where it cannot lie outside."""
     if CHECKED:
         return tl.load(at, mask=(rows < spec.q_len) & (cols < spec.kv_len), other=0)
     else:
@@ -49,62 +51,79 @@ def dense_tile(at, rows, cols, CHECKED: tl.constexpr, spec: tl.constexpr):
 
 
 @triton.jit
-def base_2(x):
-    """A finite natural logarithm in base 2, finite too."""
-    return tl.minimum(tl.maximum(x * LOG2E, -LARGEST), LARGEST)
+def program(num_blocks, heads, spec: tl.constexpr):
+    """The block, head and example of this program."""
+    pid = tl.program_id(0)
+    if spec.batch_first:
+        batch, pid = pid % spec.batch, pid // spec.batch
+        return pid % num_blocks, (pid // num_blocks).to(tl.int64), batch.to(tl.int64)
+    else:
+        return pid % num_blocks, (pid // num_blocks % heads).to(tl.int64), (pid // (num_blocks * heads)).to(tl.int64)
+
+
+@triton.jit
+def in_units(x, spec: tl.constexpr):
+    """Finite natural logarithms in the units of rows, finite too."""
+    return tl.minimum(tl.maximum(x * spec.unit, -LARGEST), LARGEST)
 
 
 @triton.jit
 def logits(products, bias_ptr, rows, cols, CHECKED: tl.constexpr, spec: tl.constexpr):
-    """Logits of a tile, and the slope of the soft cap; without cap and bias the products, which `factor` scales."""
+    """What `factor` scales, products or logits, and the slope of the soft cap."""
     slope = 1.0
     if spec.soft_cap > 0:  # tanh from one exp2: far out it is 1 - 2 / inf or 1 - 2 / 1
         tanh = 1.0 - 2.0 / (1.0 + tl.exp2(products * (2.0 * LOG2E * spec.scale / spec.soft_cap)))
         slope = 1.0 - tanh * tanh
-        products = tanh * (spec.soft_cap * LOG2E)
+        products = tanh * spec.soft_cap
     elif spec.transformed:
-        products = products * (spec.scale * LOG2E)
+        products = products * spec.scale
     if spec.has_bias:
         at = bias_ptr + rows.to(tl.int64) * spec.bias_strides[2] + cols * spec.bias_strides[3]
-        bias = dense_tile(at, rows, cols, CHECKED, spec).to(tl.float32)
-        products += tl.where(bias == -INF, -INF, base_2(bias))
+        products += dense_tile(at, rows, cols, CHECKED, spec).to(tl.float32)
     return products, slope
 
 
 @triton.jit
-def visible(rows, cols, offset, kv_len, q_ids, kv_ids, mask_ptr, EDGE: tl.constexpr, CHECKED: tl.constexpr,
-            spec: tl.constexpr):  # fmt: skip
-    """Which keys of a tile each of its queries sees; where it is not at an edge, only the mask hides any."""
-    if spec.has_mask:
-        at = mask_ptr + rows.to(tl.int64) * spec.mask_strides[2] + cols * spec.mask_strides[3]
-        seen = dense_tile(at, rows, cols, CHECKED, spec) != 0
-        if EDGE:
-            seen = seen & (cols < kv_len)
-    else:
-        seen = cols < kv_len
-    if EDGE:
-        if spec.right >= 0:
-            seen = seen & (cols <= rows + (offset + spec.right))
-        if spec.left >= 0:
-            seen = seen & (cols >= rows + (offset - spec.left))
-        if spec.has_ids:
-            seen = seen & (q_ids == kv_ids) & (q_ids >= 0)
+def shown(scores, mask_ptr, rows, num_rows, first, CHECKED: tl.constexpr, BLOCK: tl.constexpr, spec: tl.constexpr):
+    """Scores of `rows` by the `BLOCK` columns from `first`, with `-inf` where the bits of a mask hide one."""
+    places = tl.arange(0, BLOCK)[None, :]
+    at = mask_ptr + rows.to(tl.int64) * spec.mask_strides[3]
+    words = load_rows(at + first // 32 * spec.mask_strides[2], rows, num_rows, CHECKED)[:, None]
+    for i in tl.static_range(1, BLOCK // 32):
+        word = load_rows(at + (first // 32 + i) * spec.mask_strides[2], rows, num_rows, CHECKED)
+        words = tl.where(places // 32 == i, word[:, None], words)
+    if BLOCK < 32:
+        places += first % 32
+    bits = tl.full([1, BLOCK], 1, tl.uint32) << (places % 32).to(tl.uint32)
+    return tl.inline_asm_elementwise(IF_BIT, IF_BIT_OPERANDS, [scores, words, bits], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def visible(rows, cols, offset, kv_len, q_ids, kv_ids, spec: tl.constexpr):
+    """Which keys of a tile at an edge each of its queries sees, but for the mask."""
+    seen = cols < kv_len
+    if spec.right >= 0:
+        seen = seen & (cols <= rows + (offset + spec.right))
+    if spec.left >= 0:
+        seen = seen & (cols >= rows + (offset - spec.left))
+    if spec.has_ids:
+        seen = seen & (q_ids == kv_ids) & (q_ids >= 0)
     return seen
 
 
 @triton.jit
 def probabilities(scores, lse, spec: tl.constexpr):
-    """Probabilities of a tile from its logits and the log-sum-exp in base 2, broadcast to it."""
+    """Probabilities of a tile from scores and the log-sum-exp in units of rows, broadcast to it."""
+    exponents = scores * spec.factor - lse
     if spec.has_bias:  # of great size the difference is off by more than it can be
-        return tl.exp2(tl.minimum(scores * spec.factor - lse, 0.0))
-    else:
-        return tl.exp2(scores * spec.factor - lse)
+        exponents = tl.minimum(exponents, 0.0)
+    return tl.exp2(exponents * spec.base)
 
 
 @triton.jit
 def seen_keys(hidden_ptr, cols, batch, kv_head, spec: tl.constexpr):
     """Key numbers, with one past the last key in place of keys that the mask hides from every query."""
-    at = hidden_ptr + batch * spec.hidden_strides[0] + cols * spec.hidden_strides[1] + kv_head * spec.hidden_strides[2]
+    at = hidden_ptr + batch * spec.hidden_strides[0] + kv_head * spec.hidden_strides[1] + cols * spec.hidden_strides[2]
     return tl.where(tl.load(at, mask=cols < spec.kv_len, other=0) != 0, spec.kv_len, cols)
 
 
@@ -154,7 +173,7 @@ def block_range(begin, end, inner_begin, inner_end, ranges_ptr, BLOCK: tl.conste
     """Blocks `[first, inner)` at an edge, `[inner, outer)` visible but for the mask, `[outer, last)` at an edge."""
     first, last = begin // BLOCK, tl.cdiv(end, BLOCK)
     inner, outer = tl.cdiv(inner_begin, BLOCK), inner_end // BLOCK
-    if spec.has_ids:
+    if spec.has_ranges:
         first, last = tl.maximum(first, tl.load(ranges_ptr)), tl.minimum(last, tl.load(ranges_ptr + 1))
         inner, outer = tl.maximum(inner, tl.load(ranges_ptr + 2)), tl.minimum(outer, tl.load(ranges_ptr + 3))
     last = tl.maximum(last, first)

@@ -1,0 +1,19 @@
+"""PTX in Triton kernels: each piece with what it computes in NumPy, where kernels are interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import triton.language as tl
+
+# `x` where a word has a bit, else -inf. As a comparison and a `where`, LLVM makes vectors of truth values of the bits
+# of many numbers, which are packed into integers and unpacked again: half as many instructions more.
+IF_BIT = tl.constexpr(
+    "{ .reg .pred has; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.u32 has, bit, 0; selp.f32 $0, $1, 0fFF800000, has; }"
+)
+IF_BIT_OPERANDS = tl.constexpr("=f,f,r,r")  # x, word, bit
+
+IN_NUMPY: dict[str, Callable[..., np.ndarray]] = {
+    IF_BIT.value: lambda x, word, bit: np.where(word & bit != 0, x, np.float32("-inf")),
+}
