@@ -22,6 +22,7 @@ from .triton_tile import (
     load_rows,
     load_tile,
     logits,
+    mask_words,
     offset_and_length,
     phase_of,
     probabilities,
@@ -29,6 +30,7 @@ from .triton_tile import (
     query_limits,
     seen_keys,
     shown,
+    shows_all,
     visible,
 )
 
@@ -60,7 +62,7 @@ def attention_backward_q(
     offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
     last_row = tl.minimum(first_row + block_q, spec.q_len) - 1
     begin, end, inner_begin, inner_end = key_limits(first_row, last_row, offset, kv_len, spec)
-    ranges_ptr += batch * spec.range_strides[0] + head * spec.range_strides[1] + block * 4
+    ranges_ptr += batch * spec.range_strides[0] + head * spec.range_strides[1] + block * spec.range_strides[2]
     first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, block_kv, spec)
 
     given = tl.load(lse_ptr + row_at, mask=rows < spec.q_len, other=-INF)
@@ -106,11 +108,15 @@ def attention_backward_q(
                 k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, phase != 1)
                 v_at = v_ptr + cols[None, :] * (spec.kv_heads * spec.v_dim) + e[:, None]
                 v = load_tile(v_at, e[:, None], unseen[None, :], spec.v_dim, end, spec.padded_e, phase != 1)
+                if spec.has_mask:
+                    words = mask_words(mask_ptr, rows, spec.q_len, j * block_kv, spec.ragged_q, block_kv, spec)
+                    whole = shows_all(ranges_ptr, j)
                 products = tl.dot(q, k, input_precision=spec.precision)
                 scores, slope = logits(products, bias_ptr, rows[:, None], cols[None, :], phase != 1 or spec.ragged_q,
                                        spec)  # fmt: skip
                 if spec.has_mask:
-                    scores = shown(scores, mask_ptr, rows, spec.q_len, j * block_kv, spec.ragged_q, block_kv, spec)
+                    if phase != 1 or not whole:
+                        scores = shown(scores, words, j * block_kv, block_kv)
                 probs = probabilities(scores, lse[:, None], spec)
                 if phase != 1:
                     seen = visible(rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], spec)
@@ -151,7 +157,7 @@ def attention_backward_kv(
     begin, end, inner_begin, inner_end = query_limits(first_col, last_col, offset, spec)
     if spec.has_lengths:
         end = tl.where(first_col < kv_len, end, 0)
-    ranges_ptr += batch * spec.range_strides[0] + kv_head * spec.range_strides[1] + block * 4
+    ranges_ptr += batch * spec.range_strides[0] + kv_head * spec.range_strides[1] + block * spec.range_strides[2]
     first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, block_q, spec)
 
     # Keys that no query sees may hold anything: they are not loaded.
@@ -192,11 +198,15 @@ def attention_backward_kv(
                     q_at = q_head + rows[None, :] * (spec.heads * spec.head_dim) + d[:, None]
                     q = load_tile(q_at, d[:, None], unseen[None, :], spec.head_dim, spec.q_len,
                                   spec.padded_d, phase != 1 and (spec.ragged_q or spec.dead_rows))  # fmt: skip
+                    if spec.has_mask:
+                        words = mask_words(mask_head, cols, spec.kv_len, i * block_q, spec.ragged_kv, block_q, spec)
+                        whole = shows_all(ranges_ptr, i)
                     products = tl.dot(k, q, input_precision=spec.precision)
                     scores, slope = logits(products, bias_head, rows[None, :], cols[:, None],
                                            phase != 1 or spec.ragged_kv, spec)  # fmt: skip
                     if spec.has_mask:
-                        scores = shown(scores, mask_head, cols, spec.kv_len, i * block_q, spec.ragged_kv, block_q, spec)
+                        if phase != 1 or not whole:
+                            scores = shown(scores, words, i * block_q, block_q)
                     probs = probabilities(scores, lse[None, :], spec)
                     if phase != 1:
                         q_ids = rows
@@ -298,7 +308,8 @@ def attention_backward_bias(
         mask_head = mask_ptr + batch * spec.mask_strides[0] + head * spec.mask_strides[1]
         scores, _slope = logits(products, bias_head, rows[:, None], cols[None, :], True, spec)
         if spec.has_mask:
-            scores = shown(scores, mask_head, rows, spec.q_len, j * block_kv, True, block_kv, spec)
+            words = mask_words(mask_head, rows, spec.q_len, j * block_kv, True, block_kv, spec)
+            scores = shown(scores, words, j * block_kv, block_kv)
         probs = probabilities(scores, lse[:, None], spec)
         seen = visible(rows[:, None], cols[None, :], offset, end_seen, q_ids[:, None], kv_ids[None, :], spec)
         dprobs = tl.dot(dout, v, input_precision=spec.precision)

@@ -17,11 +17,13 @@ from .triton_tile import (
     key_limits,
     load_tile,
     logits,
+    mask_words,
     offset_and_length,
     phase_of,
     program,
     seen_keys,
     shown,
+    shows_all,
     visible,
 )
 
@@ -49,7 +51,7 @@ def attention_forward(
     offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
     last_row = tl.minimum(first_row + block_q, spec.q_len) - 1
     begin, end, inner_begin, inner_end = key_limits(first_row, last_row, offset, kv_len, spec)
-    ranges_ptr += batch * spec.range_strides[0] + head * spec.range_strides[1] + block * 4
+    ranges_ptr += batch * spec.range_strides[0] + head * spec.range_strides[1] + block * spec.range_strides[2]
     first, inner, outer, last = block_range(begin, end, inner_begin, inner_end, ranges_ptr, block_kv, spec)
 
     q_at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
@@ -82,6 +84,9 @@ def attention_forward(
                     unseen = tl.where(kv_ids < 0, spec.kv_len, unseen)
                 k_at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
                 k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, phase != 1)
+                if spec.has_mask:
+                    words = mask_words(mask_ptr, rows, spec.q_len, j * block_kv, spec.ragged_q, block_kv, spec)
+                    whole = shows_all(ranges_ptr, j)
                 products = tl.dot(q, k, input_precision=spec.precision)
                 scores, _slope = logits(products, bias_ptr, rows[:, None], cols[None, :], phase != 1 or spec.ragged_q,
                                         spec)  # fmt: skip
@@ -89,7 +94,8 @@ def attention_forward(
                     seen = visible(rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], spec)
                     scores = tl.where(seen, scores, -INF)
                 if spec.has_mask:
-                    scores = shown(scores, mask_ptr, rows, spec.q_len, j * block_kv, spec.ragged_q, block_kv, spec)
+                    if phase != 1 or not whole:
+                        scores = shown(scores, words, j * block_kv, block_kv)
                 new = tl.maximum(top, tl.max(scores, 1) * spec.factor)
                 finite = new
                 if phase != 1 or spec.has_mask or spec.has_bias:  # of a row that has seen nothing yet

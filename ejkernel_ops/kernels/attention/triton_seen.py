@@ -38,7 +38,7 @@ class Seen:
 def keys_seen(arrays: tuple, blocks: tuple[int, int]) -> Seen:
     """What tiles of queries by keys take, from the operands of attention; `blocks` are rows of queries and of keys."""
     query, key, _, _, mask, _, q_ids, kv_ids, *_ = arrays
-    words = hidden = None
+    words = hidden = every = None
     parts: list[Any] = [] if q_ids is None else [_by_ids(q_ids, kv_ids, *blocks)]
     if mask is not None:
         words = packed(mask, 3)
@@ -48,8 +48,9 @@ def keys_seen(arrays: tuple, blocks: tuple[int, int]) -> Seen:
         hidden = bits.reshape(*bits.shape[:2], -1)[:, :, : mask.shape[3]] == 0
         whole = ~_blocks(hidden, blocks[1], fill=False).any(3)
         whole = jnp.repeat(whole, query.shape[2] // key.shape[2] if kv_heads > 1 else 1, axis=1)
-        parts.append((_met(words.swapaxes(2, 3), key.shape[1], *blocks), whole[:, :, None]))
-    return _seen(words, 3, hidden, _ranges(parts, query.shape[1], key.shape[1], blocks))
+        some, every = _tiles(words.swapaxes(2, 3), key.shape[1], *blocks)
+        parts.append((some, whole[:, :, None]))
+    return _seen(words, 3, hidden, _ranges(parts, every, query.shape[1], key.shape[1], blocks))
 
 
 def queries_seen(arrays: tuple, lse: jax.Array | None, blocks: tuple[int, int]) -> Seen:
@@ -58,18 +59,19 @@ def queries_seen(arrays: tuple, lse: jax.Array | None, blocks: tuple[int, int]) 
     `lse` `(batch, q_len, heads)` is given where queries may see nothing: blocks of such are never seen as a whole.
     """
     query, key, _, _, mask, _, q_ids, kv_ids, *_ = arrays
-    words = hidden = None
+    words = hidden = every = None
     parts: list[Any] = [] if q_ids is None else [_by_ids(kv_ids, q_ids, *blocks[::-1])]
     if mask is not None:
         words = packed(mask, 2)
         kv_heads = key.shape[2] if mask.shape[1] > 1 else 1
         hidden = ~_by_group((words != 0).any(2), kv_heads).any(2)
-        met = _by_group(_met(words, query.shape[1], *blocks[::-1]), kv_heads).any(2)
-        parts.append((met, True))
+        some, every = (_by_group(x, kv_heads) for x in _tiles(words, query.shape[1], *blocks[::-1]))
+        every = every.all(2)
+        parts.append((some.any(2), True))
     if lse is not None:
         dead = _by_group((lse == -jnp.inf).swapaxes(1, 2), key.shape[2]).any(2)
         parts.append((True, ~_blocks(dead, blocks[0], fill=False).any(3)[:, :, None]))
-    return _seen(words, 2, hidden, _ranges(parts, key.shape[1], query.shape[1], blocks[::-1]))
+    return _seen(words, 2, hidden, _ranges(parts, every, key.shape[1], query.shape[1], blocks[::-1]))
 
 
 def packed(mask: jax.Array, axis: int) -> jax.Array:
@@ -77,10 +79,14 @@ def packed(mask: jax.Array, axis: int) -> jax.Array:
     count = mask.shape[axis]
     if count == 1:
         return jnp.where(mask, jnp.uint32(2**_BITS - 1), jnp.uint32(0))
-    mask = jnp.pad(mask, [(0, -count % _MOST_ROWS if n == axis else 0) for n in range(4)])
-    bits = mask.reshape(*mask.shape[:axis], -1, _BITS, *mask.shape[axis + 1 :])
-    places = jnp.uint32(1) << jnp.arange(_BITS, dtype=jnp.uint32)
-    places = places.reshape(-1, *[1] * (3 - axis))
+    return _words(jnp.pad(mask, [(0, -count % _MOST_ROWS if n == axis else 0) for n in range(4)]), axis)
+
+
+def _words(bits: jax.Array, axis: int) -> jax.Array:
+    """Numbers of the bits along an axis of four, the last ones filled up with 0."""
+    bits = jnp.pad(bits, [(0, -bits.shape[axis] % _BITS if n == axis else 0) for n in range(4)])
+    bits = bits.reshape(*bits.shape[:axis], -1, _BITS, *bits.shape[axis + 1 :])
+    places = (jnp.uint32(1) << jnp.arange(_BITS, dtype=jnp.uint32)).reshape(-1, *[1] * (3 - axis))
     return jnp.where(bits, places, jnp.uint32(0)).sum(axis + 1, dtype=jnp.uint32)
 
 
@@ -97,23 +103,24 @@ def _seen(words: Any, axis: int, hidden: Any, ranges: Any) -> Seen:
     fields = {
         "mask_strides": (batch, head, of_words, of_rows),
         "hidden_strides": strides(hidden, 3),
-        "range_strides": strides(ranges)[:2],
+        "range_strides": strides(ranges)[:3],
         "has_ranges": ranges is not None,
     }
     return Seen(words, hidden, ranges, fields)
 
 
-def block_ranges(meets: jax.Array, whole: jax.Array) -> jax.Array:
+def block_ranges(meets: jax.Array, whole: jax.Array, every: jax.Array | None = None) -> jax.Array:
     """Which blocks of columns each block of rows may see.
 
     Args:
         meets: `(batch, head, row blocks, column blocks)` bool, whether a row sees a column.
         whole: which blocks of columns, of those that `meets` spans, need no more than the bits of a mask.
+        every: which tiles a mask shows as a whole.
 
     Returns:
         `(batch, head, row blocks, 4)` int32: first and end of the blocks that `meets` names (those between them may
         hold nothing), and first and end of a run of `whole` ones; the first is the number of blocks where there are
-        none.
+        none. With `every` its bits follow, 32 blocks of columns in a number.
     """
     count = meets.shape[-1]
     index = jnp.arange(count, dtype=jnp.int32)
@@ -121,16 +128,19 @@ def block_ranges(meets: jax.Array, whole: jax.Array) -> jax.Array:
     last = jnp.where(meets, index + 1, 0).max(-1)
     inner = jnp.where(whole & (index >= first[..., None]), index, count).min(-1)
     outer = jnp.where(whole | (index < inner[..., None]), count, index).min(-1)  # the first one after them that is not
-    return jnp.stack([first, last, inner, outer], -1)
+    ranges = jnp.stack([first, last, inner, outer], -1)
+    if every is None:
+        return ranges
+    bits = jax.lax.bitcast_convert_type(_words(jnp.broadcast_to(every, meets.shape), 3), jnp.int32)
+    return jnp.concatenate([ranges, bits], -1)
 
 
-def _ranges(parts: list[Any], rows: int, columns: int, blocks: tuple[int, int]) -> jax.Array | None:
+def _ranges(parts: list[Any], every: Any, rows: int, columns: int, blocks: tuple[int, int]) -> jax.Array | None:
     if not parts:
         return None
     shape = (1, 1, -(-rows // blocks[0]), -(-columns // blocks[1]))
-    every = jnp.ones(shape, bool)
-    meets, whole = (functools.reduce(jnp.logical_and, part, every) for part in zip(*parts))
-    return block_ranges(*jnp.broadcast_arrays(meets, whole))
+    meets, whole = (functools.reduce(jnp.logical_and, part, jnp.ones(shape, bool)) for part in zip(*parts))
+    return block_ranges(*jnp.broadcast_arrays(meets, whole), every)
 
 
 def _by_ids(ids: jax.Array, other_ids: jax.Array, block: int, other_block: int) -> tuple[jax.Array, jax.Array]:
@@ -148,15 +158,23 @@ def _limits(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array
     return low, high, (blocks.min(-1) == high) & (high >= 0)
 
 
-def _met(words: jax.Array, columns: int, block: int, other_block: int) -> jax.Array:
-    """Which tiles have a bit, from `(batch, head, columns // 32, rows)`: by blocks of rows and of columns."""
+def _tiles(words: jax.Array, columns: int, block: int, other_block: int) -> tuple[jax.Array, jax.Array]:
+    """Which tiles of words `(batch, head, columns // 32, rows)` have a bit, and which have all.
+
+    Both `(batch, head, row blocks, column blocks)`.
+    """
+    each, most = max(1, other_block // _BITS), jnp.uint32(2**_BITS - 1)
     if other_block < _BITS and words.shape[2] > 1:
         halves = jnp.stack([words & 0xFFFF, words >> 16], 3)
-        words, each = halves.reshape(*words.shape[:2], -1, words.shape[3]), 1
-    else:
-        each = max(1, other_block // _BITS)
-    some = _blocks(words != 0, block, fill=False).any(4).swapaxes(2, 3)
-    return some if some.shape[3] == 1 else _blocks(some, each, fill=False).any(4)[..., : -(-columns // other_block)]
+        words, most = halves.reshape(*words.shape[:2], -1, words.shape[3]), jnp.uint32(0xFFFF)
+
+    def by_columns(x: jax.Array) -> jax.Array:
+        return _blocks(x.swapaxes(2, 3), each, fill=False)[..., :count, :]
+
+    count = -(-columns // other_block)
+    some = by_columns(_blocks(words != 0, block, fill=False).any(4))
+    every = by_columns(_blocks(words == most, block, fill=True).all(4))
+    return some.any(4), every.all(4)
 
 
 def _blocks(x: jax.Array, block: int, fill: Any) -> jax.Array:

@@ -68,7 +68,7 @@ class TritonSpec:
     bias_strides: tuple[int, ...]
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     hidden_strides: tuple[int, ...] = (0, 0, 0)
-    range_strides: tuple[int, ...] = (0, 0)
+    range_strides: tuple[int, ...] = (0, 0, 0)
 
     @property
     def is_wide(self) -> bool:

@@ -84,14 +84,21 @@ def logits(products, bias_ptr, rows, cols, CHECKED: tl.constexpr, spec: tl.const
 
 
 @triton.jit
-def shown(scores, mask_ptr, rows, num_rows, first, CHECKED: tl.constexpr, BLOCK: tl.constexpr, spec: tl.constexpr):
-    """Scores of `rows` by the `BLOCK` columns from `first`, with `-inf` where the bits of a mask hide one."""
+def mask_words(mask_ptr, rows, num_rows, first, CHECKED: tl.constexpr, BLOCK: tl.constexpr, spec: tl.constexpr):
+    """The words that hold the bits of a mask for `rows` by the `BLOCK` columns from `first`."""
     places = tl.arange(0, BLOCK)[None, :]
     at = mask_ptr + rows.to(tl.int64) * spec.mask_strides[3]
     words = load_rows(at + first // 32 * spec.mask_strides[2], rows, num_rows, CHECKED)[:, None]
     for i in tl.static_range(1, BLOCK // 32):
         word = load_rows(at + (first // 32 + i) * spec.mask_strides[2], rows, num_rows, CHECKED)
         words = tl.where(places // 32 == i, word[:, None], words)
+    return words
+
+
+@triton.jit
+def shown(scores, words, first, BLOCK: tl.constexpr):
+    """Scores with `-inf` where the bits of a mask hide one, of the `BLOCK` columns from `first`."""
+    places = tl.arange(0, BLOCK)[None, :]
     if BLOCK < 32:
         places += first % 32
     bits = tl.full([1, BLOCK], 1, tl.uint32) << (places % 32).to(tl.uint32)
@@ -180,6 +187,12 @@ def block_range(begin, end, inner_begin, inner_end, ranges_ptr, BLOCK: tl.conste
     inner = tl.minimum(tl.maximum(inner, first), last)
     outer = tl.minimum(tl.maximum(outer, inner), last)
     return first, inner, outer, last
+
+
+@triton.jit
+def shows_all(ranges_ptr, block):
+    """Whether a mask hides nothing of the tile of this program with a block of columns."""
+    return tl.load(ranges_ptr + 4 + block // 32) >> (block % 32) & 1 != 0
 
 
 @triton.jit
