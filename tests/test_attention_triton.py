@@ -511,3 +511,35 @@ def test_precisions_are_honoured_or_refused(precision, way):
             jit(call).lower()
     else:
         jit(call).lower()
+
+
+Q_AT, K_AT = np.arange(50)[:, None], np.arange(70)
+DENSE = {  # masks that leave tiles of 16 empty, or show them as a whole
+    "causal": K_AT <= Q_AT + 20, "window": (K_AT <= Q_AT + 20) & (K_AT > Q_AT - 9),
+    "padded right": K_AT + 0 * Q_AT < 37, "padded left": K_AT + 0 * Q_AT >= 37,
+    "a gap": (K_AT < 20) | (K_AT + 0 * Q_AT >= 50),
+    "a query sees nothing": (K_AT >= 0) & (Q_AT != 21),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [SMALL, WIDE], ids=["small", "wide"])
+@pytest.mark.parametrize("name", DENSE)
+def test_tiles_that_a_mask_hides_or_shows_as_a_whole(name, config):
+    floats, rng = inputs((50, 70), (2, 1), (16, 16))
+    mask = DENSE[name][None, None]
+    hidden = ~DENSE[name].any(0)
+    for array in ("key", "value"):
+        floats[array][:, hidden] = np.nan
+    got = run(floats, {"mask": mask}, cotangents_of(floats, rng), static(config, **EXACT))
+    assert all(np.isfinite(x).all() for n, x in got.items() if n != "lse")
+    assert all(np.all(got[n][:, hidden] == 0) for n in ("key", "value"))
+    for array in ("key", "value"):
+        floats[array][:, hidden] = 0
+    judge(floats, rng, {"mask": mask}, config, repeats=1, **EXACT)
+
+
+def test_a_mask_of_each_head_with_a_bias_of_all_examples():
+    floats, rng = inputs((50, 70), (4, 2), (16, 16), batch=3)
+    floats["bias"] = rng.normal(size=(1, 4, 50, 70)).astype(np.float32)
+    mask = np.stack(list(DENSE.values())[:4])[None]
+    judge(floats, rng, {"mask": mask}, SMALL, repeats=1, causal=True, q_offset=20, **EXACT)

@@ -243,23 +243,23 @@ def test_asyncio_threads_see_no_overlay_and_leave_none_behind():
 
 
 def test_entering_leaves_nothing_behind_that_makes_calls_slower():
-    step = jax.jit(lambda x: x + 1)
+    step, other = jax.jit(lambda x: x + 1), np.ones(())
 
-    def best():
-        times = []
-        for _ in range(7):
-            start = time.process_time()
-            for _ in range(300):
-                step(ONE)
-            times.append(time.process_time() - start)
-        return min(times)
+    def seconds(call):
+        start = time.process_time()
+        for _ in range(300):
+            call()
+        return time.process_time() - start
+
+    def cost():  # in calls of NumPy, for the processor is not always as fast: others use it too
+        return np.median([seconds(lambda: step(ONE)) / seconds(lambda: np.add(other, other)) for _ in range(25)])
 
     step(ONE)
-    before = best()
+    before = cost()
     for config in range(3000):
         with overlay_cache({KEY: config}):
             pass
-    assert min(best() for _ in range(3)) < 1.2 * before
+    assert min(cost() for _ in range(3)) < 1.2 * before
 
 
 @pytest.mark.parametrize("make", [lambda: overlay_cache({KEY: 5}), lambda: policy_override(mode="off")])

@@ -182,8 +182,8 @@ class Room:
         return Needs(shared + self._scores(tile), 3 * tile.q * tile.kv / (32 * tile.warps))
 
     def _scores(self, tile: Tile) -> int:
-        """Shared memory of the tiles of a bias and a mask that are under way, and of dropout's bits."""
-        return ((self.bias + self.mask) * (tile.stages - 1) + self.dropout) * tile.q * tile.kv
+        """Shared memory of a bias's tiles and a mask's bits that are under way, and of dropout's bits."""
+        return int(((self.bias + self.mask / 8) * (tile.stages - 1) + self.dropout) * tile.q * tile.kv)
 
     def fault(self, tile: Tile, needs: Callable[[Tile], Needs]) -> str | None:
         """Why a tile has no room, by one of the three formulas; `None` where it has."""
