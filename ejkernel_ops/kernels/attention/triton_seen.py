@@ -25,8 +25,8 @@ class Seen:
 
     `words` are `(batch, head, query, key)` uint32 with one of the lengths in words: bit `i` of word `w` is for column
     `32 w + i`. `hidden` `(batch, key head, kv_len)` marks keys that the mask hides from every query. `ranges` are
-    those of `block_ranges`. `fields` are those of a `TritonSpec`
-    that tell how they lie.
+    those of `block_ranges`. `fields` are those of a
+    `TritonSpec` that tell how they lie.
     """
 
     words: jax.Array | None
