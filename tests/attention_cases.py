@@ -12,11 +12,8 @@ from ejkernel_ops import AttentionConfig, BwdParams, FwdParams, flash_attention
 
 from .reference import assert_as_good_as_plain, attention, is_low
 
-QUICK = {"xla_backend_optimization_level": 0}  # halves compile time, which is most of the time of these tests
-jit = functools.partial(jax.jit, compiler_options=QUICK)
 
-
-@functools.partial(jit, static_argnames="statics")
+@functools.partial(jax.jit, static_argnames="statics")
 def run(floats, others, cotangents, statics):
     """Output, log-sum-exp and the gradient of each array of `floats`."""
 

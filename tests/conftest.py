@@ -1,5 +1,6 @@
 """Every test runs on four CPU devices, with caches in a folder of its own and nothing left behind."""
 
+import importlib.metadata
 import os
 import tempfile
 
@@ -8,7 +9,11 @@ os.environ["EJKERNEL_CACHE_DIR"] = _CACHE.name
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests already fill the cores
 if os.environ.get("EJKERNEL_TEST_GPU") != "1":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    # Compiling is most of the time of the tests: what LLVM could make of a program does not matter for them.
+    flags = ["--xla_force_host_platform_device_count=4", "--xla_backend_optimization_level=0"]
+    if importlib.metadata.version("jax").startswith("0.10."):
+        flags.append("--xla_cpu_use_fusion_emitters=false")  # later ones have no other
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 import pytest
 

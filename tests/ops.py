@@ -60,12 +60,6 @@ def normal(seed, *shape):
     return np.asarray(jax.random.normal(jax.random.key(seed), shape))
 
 
-# Compiles in less than half of the time; the passes on HLO are the same.
-FAST = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):
-    FAST["xla_cpu_use_fusion_emitters"] = False  # later ones have no other
-
-
 def gradients(fn):
     """Of the sum of squares, with respect to every float argument."""
 
@@ -91,8 +85,8 @@ def close(found, wanted, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-def fast(fn, *arrays):
-    return jax.jit(fn, compiler_options=FAST)(*arrays)
+def jitted(fn, *arrays):
+    return jax.jit(fn)(*arrays)
 
 
 def recorded():

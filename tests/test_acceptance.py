@@ -48,7 +48,7 @@ from ejkernel_ops.execution.trial import Tuned
 from ejkernel_ops.utils.meta import call_sites, split_label
 
 from .fakes import FAKE, FakeConfig
-from .ops import FAST, close, normal, recorded
+from .ops import close, normal, recorded
 from .told import KEY, ONE, SLOPE, TOLD, Traced, configs_of, told
 
 WIDTH, HEADS = 8, 2
@@ -188,11 +188,11 @@ def test_the_flow_holds_under(program):
     result = autotune_lowered(ConfigSelectorChain(tuner=Picks()), lowered, strict=True)
     assert {f"ejkernel_ops#{e.op_id_v}:{e.call_key}" for e in result.entries} == set(find_labels_in_lowered(lowered))
     assert {e.op_id_v.partition("@")[0] for e in result.entries} == set(CHOICE)
-    wanted = lowered.compile(FAST)(*args)
+    wanted = lowered.compile()(*args)
     with result:
         again = step.lower(*args)
     assert all(":heuristic" not in site.config for site in call_sites(again))
-    close(again.compile(FAST)(*args), wanted, 1e-4)
+    close(again.compile()(*args), wanted, 1e-4)
 
 
 # Directions are apart

@@ -24,7 +24,6 @@ from .attention_cases import (
     blocks,
     cotangents_of,
     inputs,
-    jit,
     judge,
     neutral,
     run,
@@ -147,7 +146,7 @@ def test_query_head_h_uses_key_head_h_over_group_at_odd_head_dim(kv_heads):
 
 def test_softmax_is_in_float32_for_bfloat16_inputs_also_where_logits_are_large():
     floats, _ = inputs((512, 512), (4, 4), (64, 64), jnp.bfloat16, batch=1)  # flax#4008
-    attend = jit(lambda floats, scale: flash_attention(**floats, softmax_scale=scale), static_argnums=1)
+    attend = jax.jit(lambda floats, scale: flash_attention(**floats, softmax_scale=scale), static_argnums=1)
     for scale, most in ((0.125, 2e-4), (0.125 * 30, np.inf)):
         exact, plain = (attention(floats, softmax_scale=scale, plain=p)["out"] for p in (False, True))
         error = np.abs(np.asarray(attend(floats, scale), np.float64) - exact).mean()
@@ -174,7 +173,7 @@ def test_numpy_arrays_and_lists_are_taken_as_jax_takes_them():
 @pytest.mark.parametrize("precision", ["highest", jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.F32_F32_F32])
 def test_precision_reaches_the_products(precision):
     x = jax.ShapeDtypeStruct((1, 2, 1, 8), jnp.float32)
-    text = jit(lambda x: flash_attention(x, x, x, precision=precision)).lower(x).as_text()
+    text = jax.jit(lambda x: flash_attention(x, x, x, precision=precision)).lower(x).as_text()
     assert "HIGHEST" in text or "accumulation_type = f32" in text
 
 
@@ -187,7 +186,7 @@ def test_causal_alignment_is_top_left_by_default_and_bottom_right_with_end():
     queries = [np.zeros((1, q_len, 1, 8), np.float32) for q_len, _ in lengths]
     keys = [np.eye(kv_len, 8, dtype=np.float32)[None, :, None] for _, kv_len in lengths]
 
-    @jit
+    @jax.jit
     def attend(queries, keys):
         return [flash_attention(q, k, k, causal=True, q_offset=o) for q, k, o in zip(queries, keys, offsets)]
 
@@ -200,7 +199,7 @@ def test_causal_alignment_is_top_left_by_default_and_bottom_right_with_end():
 def test_window_is_inclusive_on_both_sides():
     floats, _ = inputs((8, 8), (1, 1), (4, 4), batch=1)
 
-    @jit
+    @jax.jit
     def attend(floats):
         return [flash_attention(**floats, sliding_window=w, config=blocks(3, 3, 3, 3)) for w in ((0, 0), 0, (1, 0))]
 
@@ -217,7 +216,7 @@ def test_window_is_honoured_beside_any_set_of_other_options():
     choices = {"causal": True, "logits_soft_cap": 2.0, **arrays}
     sets = [c for n in range(5) for c in itertools.combinations(choices, n)]
 
-    @jit
+    @jax.jit
     def attend(floats, arrays):
         given = choices | arrays
         return [flash_attention(**floats, sliding_window=(2, 1), **{n: given[n] for n in names}) for names in sets]
@@ -287,7 +286,7 @@ def test_negative_segment_ids_do_not_see_each_other_and_one_array_of_ids_is_enou
     zeros, ids = np.zeros((1, 4, 1, 4), np.float32), np.array([[0, 0, -1, -1]], np.int32)  # maxtext#4908
     value = np.eye(4, dtype=np.float32)[None, :, None]
     names = ("q_segment_ids", "kv_segment_ids")
-    attend = jit(
+    attend = jax.jit(
         lambda ids: [flash_attention(zeros, zeros, value, **dict.fromkeys(n, ids)) for n in (names, names[1:])]
     )
     for out in attend(ids):
@@ -382,7 +381,7 @@ def test_the_gradient_of_one_output_alone_is_that_of_the_reference(output):
         return (flash_attention(**floats, return_lse=True)[index] * (dout, dlse)[index]).sum()
 
     exact, plain = (attention(floats, **given, plain=p) for p in (False, True))
-    assert_as_good_as_plain(jit(jax.grad(loss))(floats), exact, plain, np.float32)
+    assert_as_good_as_plain(jax.jit(jax.grad(loss))(floats), exact, plain, np.float32)
 
 
 def test_the_gradient_of_one_array_alone_is_that_among_all():
@@ -396,7 +395,7 @@ def test_the_gradient_of_one_array_alone_is_that_among_all():
         ]
 
     together = run(floats, {}, cotangents, static(None))
-    for name, x in jit(lambda floats: {n: alone(floats, n) for n in floats})(floats).items():
+    for name, x in jax.jit(lambda floats: {n: alone(floats, n) for n in floats})(floats).items():
         np.testing.assert_allclose(x, together[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
@@ -405,7 +404,7 @@ def test_a_traced_softmax_scale_is_not_rounded_and_has_the_right_gradient(dtype)
     floats, rng = inputs((33, 34), dtype=dtype)
     dout, dlse = cotangents_of(floats, rng)
 
-    @jit
+    @jax.jit
     def results(floats, scale):
         attend = functools.partial(flash_attention, logits_soft_cap=2.0, return_lse=True)
         outs, pull = jax.vjp(lambda s: attend(**floats, softmax_scale=s), scale)
@@ -438,14 +437,14 @@ def test_integer_arrays_pass_through_grad_inside_jit_scan_and_remat():
     def loss(query, others):
         return flash_attention(query, floats["key"], floats["value"], causal=True, **others).sum()
 
-    plain, ints = jit(jax.grad(loss, argnums=(0, 1), allow_int=True))(floats["query"], others)
+    plain, ints = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True))(floats["query"], others)
     assert all(x.dtype == jax.dtypes.float0 for x in jax.tree.leaves(ints))
 
     def layers(query):
         body = jax.checkpoint(lambda total, _: (total + loss(query, others), None))
         return jax.lax.scan(body, 0.0, None, length=2)[0]
 
-    np.testing.assert_allclose(jit(jax.grad(layers))(floats["query"]), 2 * plain, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(layers))(floats["query"]), 2 * plain, rtol=1e-5, atol=1e-6)
 
 
 def test_forward_mode_over_reverse_mode_is_right():
@@ -462,7 +461,7 @@ def test_forward_mode_over_reverse_mode_is_right():
             (out, lse), pull = jax.vjp(lambda x: attend(**x), floats)
             return {"out": out, "lse": lse, **pull((dout, dlse))[0]}
 
-        got = jit(lambda x, t: jax.jvp(results, (x,), (t,))[1])(floats, steps)
+        got = jax.jit(lambda x, t: jax.jvp(results, (x,), (t,))[1])(floats, steps)
     up, down = (
         attention({n: x + h * steps[n] for n, x in floats.items()}, dout=dout, dlse=dlse, **options)
         for h in (1e-5, -1e-5)
@@ -475,7 +474,7 @@ def test_memory_of_the_gradient_is_linear_in_the_length():
     def temporary(length):
         x = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32)
         gradient = jax.grad(lambda x: flash_attention(x, x, x, causal=True, config=blocks(64, 64, 64, 64)).sum())
-        return jit(gradient).lower(x).compile().memory_analysis().temp_size_in_bytes
+        return jax.jit(gradient).lower(x).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(1024) / temporary(512) < 3  # 4 if a matrix of scores were kept
 
@@ -485,7 +484,7 @@ def test_memory_of_the_gradient_is_linear_in_the_length():
 RATE = 0.3
 
 
-@functools.partial(jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="config")
 def run_dropped(floats, cotangents, rng, config):
     def attend(floats):
         return flash_attention(**floats, dropout_rate=RATE, dropout_rng=rng, return_lse=True, config=config)
@@ -494,7 +493,7 @@ def run_dropped(floats, cotangents, rng, config):
     return {"out": out, "lse": lse, **pull(cotangents)[0]}
 
 
-@functools.partial(jit, static_argnums=(1, 2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def kept(rng, batch, heads, q_len, kv_len):
     """Which probabilities are kept, `(batch, heads, q_len, kv_len)`, for the key that the op was given."""
     seed = jax.random.bits(rng, (batch, 2), jnp.uint32)
@@ -512,7 +511,7 @@ def test_philox_gives_the_published_words():
     words = [
         np.array([[int(w, 16) for w in line.split()] for line in x], np.uint32).T for x in (counters, keys, expected)
     ]
-    got = jit(philox)(tuple(words[0]), tuple(words[1]))  # words of Random123's kat_vectors, philox4x32-10
+    got = jax.jit(philox)(tuple(words[0]), tuple(words[1]))  # words of Random123's kat_vectors, philox4x32-10
     np.testing.assert_array_equal(np.stack(got), words[2])
 
 
@@ -560,7 +559,7 @@ def test_vmap_drops_as_separate_calls_with_the_same_keys():
         return flash_attention(**{n: x[None] for n, x in floats.items()}, dropout_rate=RATE, dropout_rng=rng)
 
     rngs = jax.random.split(jax.random.key(0), 3)
-    together, separate = jit(jax.vmap(one))(floats, rngs), jit(one)
+    together, separate = jax.jit(jax.vmap(one))(floats, rngs), jax.jit(one)
     for i in range(3):
         alone = separate({n: x[i] for n, x in floats.items()}, rngs[i])
         np.testing.assert_allclose(together[i], alone, rtol=1e-6, atol=1e-6)
@@ -576,7 +575,7 @@ def test_a_rematerialised_forward_drops_as_the_first_one():
     keep = np.asarray(kept(jax.random.key(1), 2, 4, 13, 18)) / (1 - RATE)
     out = attention(floats, keep=keep)["out"]
     exact = attention(floats, keep=keep, dout=np.cos(out) * dout)
-    for name, x in jit(jax.grad(loss))(floats).items():
+    for name, x in jax.jit(jax.grad(loss))(floats).items():
         np.testing.assert_allclose(x, exact[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
@@ -649,5 +648,5 @@ def test_a_bad_argument_is_refused_by_name_with_what_came_and_what_was_expected(
     options = {"causal": True} if name == "q_offset" else {"dropout_rate": 0.1} if name == "dropout_rng" else {}
     (arrays if hasattr(value, "shape") or name in arrays else options)[name] = value
     with pytest.raises(error) as caught:
-        jit(lambda arrays: flash_attention(**arrays, **options)).lower(arrays)
+        jax.jit(lambda arrays: flash_attention(**arrays, **options)).lower(arrays)
     assert all(word in str(caught.value) for word in [name, *words]), str(caught.value)

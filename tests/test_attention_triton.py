@@ -29,7 +29,7 @@ from ejkernel_ops.kernels.attention.triton_spec import dot_precision
 from ejkernel_ops.registry import find_call
 from ejkernel_ops.utils.meta import call_sites, split_label
 
-from .attention_cases import EMPTY, HIDDEN, cotangents_of, inputs, jit, judge, neutral, run, static
+from .attention_cases import EMPTY, HIDDEN, cotangents_of, inputs, judge, neutral, run, static
 from .ops import runs
 from .reference import assert_uniform, attention, case_name, is_low, pairwise, probe_arrays
 
@@ -212,7 +212,7 @@ def test_dropout_keeps_the_probabilities_that_xla_keeps_in_both_directions():
         outs, pull = jax.vjp(attend, floats)
         return (*outs, pull(cotangents)[0])
 
-    got, wanted = jit(lambda: (results("triton"), results("xla")))()
+    got, wanted = jax.jit(lambda: (results("triton"), results("xla")))()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, wanted)
 
 
@@ -240,7 +240,7 @@ def qkv(lengths=(17, 20), heads=(2, 1), batch=1, lead=()):
 
 def agree(transformed, *arrays):
     """Whether a program of either back end gives the same."""
-    got, wanted = (jit(transformed(make(causal=True)))(*arrays) for make in (small, plain))
+    got, wanted = (jax.jit(transformed(make(causal=True)))(*arrays) for make in (small, plain))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), got, wanted)
 
 
@@ -325,8 +325,8 @@ def test_only_the_gradients_that_are_asked_for_are_computed():
     for wanted, count in kernels.items():
         lowered = lowered_for_cuda(jax.grad(loss_of(small()), wanted), *arrays)
         assert lowered.as_text().count("triton_kernel_call") == count
-    gradients = jit(lambda *x: [jax.grad(loss_of(small()), i)(*x) for i in range(3)])(*arrays)
-    for got, want in zip(gradients, jit(jax.grad(loss_of(plain()), (0, 1, 2)))(*arrays)):
+    gradients = jax.jit(lambda *x: [jax.grad(loss_of(small()), i)(*x) for i in range(3)])(*arrays)
+    for got, want in zip(gradients, jax.jit(jax.grad(loss_of(plain()), (0, 1, 2)))(*arrays)):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
 
@@ -350,16 +350,16 @@ def test_debug_nans_finds_none_where_rows_are_empty():
     mask = np.ones((1, 1, 17, 20), bool)
     mask[:, :, 3] = False
     with jax.debug_nans(True):
-        jit(jax.grad(loss_of(small()), (0, 1, 2)))(query, key, value, mask=mask)
+        jax.jit(jax.grad(loss_of(small()), (0, 1, 2)))(query, key, value, mask=mask)
 
 
 def test_forward_mode_and_second_order_name_the_back_end_that_has_them():
     query, key, value = qkv()[0]
     attend = small()
     with pytest.raises(UnsupportedError, match="backend='xla'"):
-        jit(lambda q: jax.jvp(lambda q: attend(q, key, value), (q,), (q,)))(query)
+        jax.jit(lambda q: jax.jvp(lambda q: attend(q, key, value), (q,), (q,)))(query)
     with pytest.raises(UnsupportedError, match="backend='xla'"):
-        jit(lambda q: jax.grad(lambda q: jax.grad(lambda q: loss_of(attend)(q, key, value))(q).sum())(q))(query)
+        jax.jit(lambda q: jax.grad(lambda q: jax.grad(lambda q: loss_of(attend)(q, key, value))(q).sum())(q))(query)
 
 
 def test_equal_inputs_give_equal_bits_in_each_run_and_place_of_the_batch():
@@ -375,9 +375,9 @@ def test_equal_inputs_give_equal_bits_in_each_run_and_place_of_the_batch():
 @pytest.mark.parametrize("forward", ["triton", "xla"])
 def test_each_direction_may_run_on_another_back_end(forward):
     arrays = qkv()[0]
-    wanted = jit(jax.grad(loss_of(plain(causal=True)), (0, 1, 2)))(*arrays)
+    wanted = jax.jit(jax.grad(loss_of(plain(causal=True)), (0, 1, 2)))(*arrays)
     sides = {"flash_attention": forward, "flash_attention_bwd": "xla" if forward == "triton" else "triton"}
-    step = jit(jax.grad(loss_of(functools.partial(flash_attention, causal=True, **EXACT)), (0, 1, 2)))
+    step = jax.jit(jax.grad(loss_of(functools.partial(flash_attention, causal=True, **EXACT)), (0, 1, 2)))
     pinned = {}
     for site in call_sites(step.lower(*arrays)):
         op, call_key = split_label(site.label)
@@ -492,7 +492,8 @@ def test_offsets_of_any_size_hide_or_show_all_keys():
 
     everything = flash_attention(query, key, value, **EXACT)
     for options in ({"config": SMALL}, {"backend": "xla"}):
-        outs = jit(lambda offsets, o=options: [attend(offset, **o) for offset in offsets])(np.asarray(far, np.int32))
+        every = jax.jit(lambda offsets, o=options: [attend(offset, **o) for offset in offsets])
+        outs = every(np.asarray(far, np.int32))
         for n, out in zip(far, outs):
             np.testing.assert_allclose(out, everything if n > 0 else np.zeros_like(out), rtol=1e-5, atol=1e-5)
 
@@ -508,9 +509,9 @@ def test_precisions_are_honoured_or_refused(precision, way):
     call = functools.partial(flash_attention, **floats, precision=precision, config=SMALL)
     if way is None:
         with pytest.raises(UnsupportedError, match="F64_F64_F64"):
-            jit(call).lower()
+            jax.jit(call).lower()
     else:
-        jit(call).lower()
+        jax.jit(call).lower()
 
 
 Q_AT, K_AT = np.arange(50)[:, None], np.arange(70)

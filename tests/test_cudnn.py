@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import types
@@ -16,7 +15,6 @@ from ejkernel_ops import flash_attention
 from ejkernel_ops.kernels.attention import cudnn
 from ejkernel_ops.kernels.attention.xla import Statics
 
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 HOPPER, AMPERE, BLACKWELL = ((9, 0), 91200), ((8, 0), 91200), ((10, 0), 91800)
 
 
@@ -307,7 +305,7 @@ def results(arrays, fixed, dout, foreign_lse=False):
     """Output, log-sum-exp and gradients of the module, and of XLA, whose output the backward pass may get."""
     query, key, value, mask, kv_lengths = arrays
 
-    @jit
+    @jax.jit
     def both(floats, dout):
         def attend(floats):
             options = {"causal": fixed.causal, "sliding_window": fixed.sliding_window, "softmax_scale": 0.125}

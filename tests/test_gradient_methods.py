@@ -20,7 +20,7 @@ from ejkernel_ops import (
 )
 from ejkernel_ops.utils.meta import split_label
 
-from .ops import close, fast, normal, runs
+from .ops import close, jitted, normal, runs
 from .told import key_of
 
 X, W, B, IDS = normal(0, 3, 4), normal(1, 4, 5), normal(2, 5), np.array([2, 0, 1], np.int32)
@@ -130,7 +130,7 @@ def test_gradients_are_right_for(style, call, transform):
     if "vmap" in transform:
         arrays = (np.stack([arrays[0], np.flip(arrays[0])]), *arrays[1:])
     ours, plain = (TRANSFORMS[transform](loss(fn, f), arrays) for f in (KERNELS[style], reference))
-    close(fast(ours, *arrays), fast(plain, *arrays), 2e-4)
+    close(jitted(ours, *arrays), jitted(plain, *arrays), 2e-4)
 
 
 @pytest.mark.parametrize("style", KERNELS)
@@ -140,7 +140,7 @@ def test_gradients_are_right_without_jit_and_in_forward_mode(style):
     close(jax.grad(ours, (0, 1, 2))(*arrays), jax.grad(plain, (0, 1, 2))(*arrays), 2e-4)
     tangents = tuple(np.cos(a) for a in arrays)
     close(jax.jvp(ours, arrays, tangents), jax.jvp(plain, arrays, tangents), 2e-4)
-    close(fast(jax.hessian(ours, 2), *arrays), fast(jax.hessian(plain, 2), *arrays), 2e-4)
+    close(jitted(jax.hessian(ours, 2), *arrays), jitted(jax.hessian(plain, 2), *arrays), 2e-4)
 
 
 def test_third_derivatives_go_through_residuals():
@@ -516,5 +516,5 @@ def test_a_backward_kernel_may_take_residuals_too():
         return 5 * jnp.sum(jnp.sin(x * scale) ** 2)
 
     close(jax.grad(ours, (0, 1))(B, 0.7), jax.grad(plain, (0, 1))(B, 0.7))
-    close(fast(twice(ours, 2), B, 0.7), fast(twice(plain, 2), B, 0.7), 2e-4)
+    close(jitted(twice(ours, 2), B, 0.7), jitted(twice(plain, 2), B, 0.7), 2e-4)
     assert runs(jax.jit(jax.grad(ours)).lower(B, 0.7)) == {"test_takes@v1": 1, "test_takes_bwd@v1": 1}

@@ -15,11 +15,8 @@ from ejkernel_ops import BwdParams, ConfigError, FwdParams, LinearConfig, Unsupp
 from .reference import assert_as_good_as_plain, case_name, pairwise
 from .reference import linear as reference
 
-QUICK = {"xla_backend_optimization_level": 0}  # halves compile time, which is most of the time of these tests
-jit = functools.partial(jax.jit, compiler_options=QUICK)
 
-
-@functools.partial(jit, static_argnames="statics")
+@functools.partial(jax.jit, static_argnames="statics")
 def run(arrays, dout, statics):
     """Output and the gradient of every array."""
     out, pull = jax.vjp(lambda arrays: linear(**arrays, **dict(statics)), arrays)
@@ -99,7 +96,7 @@ def test_sums_bias_and_activation_are_in_float32_for_low_precision_inputs():
     """A product of 4096 ones and a bias of 1 is 4097: in bfloat16 the sum would stop at 256, the bias be lost."""
     arrays = {"x": np.ones((2, 4096)), "weight": np.ones((4096, 3)), "bias": np.ones(3)}
     arrays = {n: a.astype(jnp.bfloat16) for n, a in arrays.items()}
-    out = jit(functools.partial(linear, preferred_element_type=jnp.float32))(**arrays)
+    out = jax.jit(functools.partial(linear, preferred_element_type=jnp.float32))(**arrays)
     np.testing.assert_array_equal(out, np.full((2, 3), 4097))
 
 
@@ -136,7 +133,7 @@ def test_the_gradient_of_one_array_alone_is_that_among_all():
         return jax.vjp(lambda a: apply(**(arrays | {name: a})), arrays[name])[1](dout)[0]
 
     together = run(arrays, dout, (("activation", "silu"),))
-    for name, x in jit(lambda arrays: {n: alone(arrays, n) for n in arrays})(arrays).items():
+    for name, x in jax.jit(lambda arrays: {n: alone(arrays, n) for n in arrays})(arrays).items():
         np.testing.assert_allclose(x, together[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
@@ -149,7 +146,7 @@ def test_zero_cotangents_give_zero_gradients():
 def test_the_weight_of_either_layout_gives_the_same_and_is_not_copied():
     arrays, _ = inputs(features=(8, 8))
     transposed = arrays | {"weight": np.ascontiguousarray(arrays["weight"].T)}
-    one, other = jit(linear), jit(functools.partial(linear, weight_layout="oi"))
+    one, other = jax.jit(linear), jax.jit(functools.partial(linear, weight_layout="oi"))
     np.testing.assert_allclose(other(**transposed), one(**arrays), rtol=1e-6, atol=1e-6)
     assert "transpose" not in other.lower(**transposed).as_text()
 
@@ -192,5 +189,5 @@ def test_a_bad_argument_is_refused_by_name_with_what_came_and_what_was_expected(
     arrays, options = {"x": ones(4, 3), "weight": ones(3, 5), "bias": ones(5)}, {}
     (arrays if name in arrays else options)[name] = value
     with pytest.raises(error) as caught:
-        jit(lambda arrays: linear(**arrays, **options)).lower(arrays)
+        jax.jit(lambda arrays: linear(**arrays, **options)).lower(arrays)
     assert all(word in str(caught.value) for word in [name, *words]), str(caught.value)

@@ -16,7 +16,7 @@ from ejkernel_ops import (
     set_default_selector,
 )
 
-from .ops import FAST, OPS, along_query, attention, close, directional, fast, gradients, normal, recorded, runs
+from .ops import OPS, along_query, attention, close, directional, gradients, jitted, normal, recorded, runs
 
 W, BIAS = normal(5, 4, 3), normal(6, 3)
 AUTO = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
@@ -47,17 +47,17 @@ def test_attention_inside_shard_map_is_right_and_recorded_with_local_shapes(chec
         return jax.shard_map(fn, mesh=AUTO, in_specs=P("d"), out_specs=P("d"), check_vma=checked)
 
     clear_invocations()
-    wanted = fast(gradients(attention), *arrays)
+    wanted = jitted(gradients(attention), *arrays)
     lowered = jax.jit(gradients(mapped(flash_attention))).lower(*arrays)
     assert recorded() == set(find_labels_in_lowered(lowered))
     calls = [args for calls in get_invocations().values() for _, args, _ in calls.values()]
     assert [args[0].shape for args in calls] == [(2, 4, 2, 4)] * 2
-    close(lowered.compile(FAST)(*arrays), wanted)
+    close(lowered.compile()(*arrays), wanted)
     inside = jax.shard_map(
         jax.vmap(gradients(lambda *a: flash_attention(*[x[None] for x in a])[0])),
         mesh=AUTO, in_specs=P("d"), out_specs=P("d"), check_vma=checked,
     )  # fmt: skip
-    close(fast(inside, *arrays), wanted)
+    close(jitted(inside, *arrays), wanted)
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
@@ -65,8 +65,8 @@ def test_weights_shared_inside_shard_map_get_the_sum_of_all_gradients(checked):
     fn, reference, _ = OPS["linear"]
     arrays = normal(30, 8, 4), W, BIAS
     mapped = jax.shard_map(fn, mesh=AUTO, in_specs=(P("d"), P(), P()), out_specs=P("d"), check_vma=checked)
-    wanted = fast(gradients(reference), *arrays)
-    close(fast(gradients(mapped), *arrays), wanted)
+    wanted = jitted(gradients(reference), *arrays)
+    close(jitted(gradients(mapped), *arrays), wanted)
     close(gradients(mapped)(*arrays), wanted)
 
 
@@ -78,7 +78,7 @@ def test_a_gradient_taken_inside_shard_map_is_summed_where_its_operand_does_not_
         return jax.grad(lambda weight: jnp.sum(fn(x, weight, bias) ** 2))(weight)
 
     mapped = jax.shard_map(weight_gradient, mesh=AUTO, in_specs=(P("d"), P(), P()), out_specs=P())
-    close(fast(mapped, *arrays), fast(gradients(reference), *arrays)[1])
+    close(jitted(mapped, *arrays), jitted(gradients(reference), *arrays)[1])
 
 
 @pytest.mark.parametrize("spec", [P("d"), P(None, None, "d")], ids=["batch", "heads"])
@@ -87,10 +87,10 @@ def test_attention_under_explicit_axes_keeps_the_sharding_of_its_input(spec):
     with jax.set_mesh(EXPLICIT):
         sharded = put(EXPLICIT, arrays, [spec] * 3)
         clear_invocations()
-        out, grads = fast(lambda *a: (flash_attention(*a), gradients(flash_attention)(*a)), *sharded)
+        out, grads = jitted(lambda *a: (flash_attention(*a), gradients(flash_attention)(*a)), *sharded)
         assert all(jax.typeof(x).sharding.spec == jax.typeof(sharded[0]).sharding.spec for x in (out, *grads))
         close(flash_attention(*sharded), out)
-    close((out, grads), fast(lambda *a: (attention(*a), gradients(attention)(*a)), *arrays))
+    close((out, grads), jitted(lambda *a: (attention(*a), gradients(attention)(*a)), *arrays))
     shapes = {args[0].shape for calls in get_invocations().values() for _, args, _ in calls.values()}
     assert shapes == {(1, 4, 4, 4) if spec == P("d") else (4, 4, 1, 4)}
 
@@ -101,9 +101,9 @@ def test_linear_under_explicit_axes_keeps_the_sharding_of_its_rows(shape):
     arrays = normal(31, *shape), W, BIAS
     with jax.set_mesh(EXPLICIT):
         sharded = put(EXPLICIT, arrays, [P("d"), P(), P()])
-        out, grads = fast(lambda *a: (fn(*a), gradients(fn)(*a)), *sharded)
+        out, grads = jitted(lambda *a: (fn(*a), gradients(fn)(*a)), *sharded)
         assert [jax.typeof(x).sharding.spec[0] for x in (out, *grads)] == ["d", "d", None, None]
-    close((out, grads), fast(lambda *a: (reference(*a), gradients(reference)(*a)), *arrays))
+    close((out, grads), jitted(lambda *a: (reference(*a), gradients(reference)(*a)), *arrays))
 
 
 @pytest.mark.parametrize("spec", [P(None, "d"), P("d")], ids=["rows", "mapped axis"])
@@ -112,30 +112,30 @@ def test_vmap_under_explicit_axes_folds_without_moving_shards(spec):
     with jax.set_mesh(EXPLICIT):
         sharded = put(EXPLICIT, arrays, [spec] * 3)
         lowered = jax.jit(jax.vmap(jax.grad(lambda *a: flash_attention(*a).sum()))).lower(*sharded)
-        compiled = lowered.compile(FAST)
+        compiled = lowered.compile()
         grad = compiled(*sharded)
     assert grad.sharding.spec == jax.typeof(sharded[0]).sharding.spec
     assert not {"all-gather", "all-to-all", "collective-permute"} & set(compiled.as_text().replace("(", " ").split())
     assert runs(lowered) == {"flash_attention@v1": 1, "flash_attention_bwd@v1": 1}
-    close(grad, fast(jax.vmap(jax.grad(lambda *a: attention(*a).sum())), *arrays))
+    close(grad, jitted(jax.vmap(jax.grad(lambda *a: attention(*a).sum())), *arrays))
 
 
 def test_forward_mode_works_under_explicit_axes():
     arrays = qkv(4, 4, 2, 1)
     with jax.set_mesh(EXPLICIT):
-        found = fast(along_query(directional)(flash_attention), *put(EXPLICIT, arrays, [P("d")] * 3))
-    close(found, fast(along_query(directional)(attention), *arrays))
+        found = jitted(along_query(directional)(flash_attention), *put(EXPLICIT, arrays, [P("d")] * 3))
+    close(found, jitted(along_query(directional)(attention), *arrays))
 
 
 @pytest.mark.parametrize("specs", [[P("d")] * 3, [P(None, None, "d")] * 3, [P("d"), P(), P()]], ids=str)
 def test_attention_with_sharded_inputs_under_auto_axes_is_right(specs):
     arrays = qkv(4, 4, 4, 4)
     sharded = put(AUTO, arrays, specs)
-    close(fast(gradients(flash_attention), *sharded), fast(gradients(attention), *arrays))
+    close(jitted(gradients(flash_attention), *sharded), jitted(gradients(attention), *arrays))
 
 
 @pytest.mark.parametrize("specs", [[P("d"), P(), P()], [P(), P(None, "d"), P("d")], [P("d"), P("d"), P()]], ids=str)
 def test_linear_with_sharded_inputs_under_auto_axes_is_right(specs):
     fn, reference, _ = OPS["linear"]
     arrays = normal(32, 8, 4), normal(33, 4, 4), normal(34, 4)
-    close(fast(gradients(fn), *put(AUTO, arrays, specs)), fast(gradients(reference), *arrays))
+    close(jitted(gradients(fn), *put(AUTO, arrays, specs)), jitted(gradients(reference), *arrays))

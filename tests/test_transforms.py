@@ -24,7 +24,7 @@ from ejkernel_ops import (
 from ejkernel_ops.registry import find_call
 from ejkernel_ops.utils.meta import count_labels, split_label
 
-from .ops import FAST, OPS, along_query, attention, close, directional, fast, gradients, normal, recorded, runs
+from .ops import OPS, along_query, attention, close, directional, gradients, jitted, normal, recorded, runs
 
 # Arrays: Q2, K2, V2 have two axes more than a call, Q1 one more, Q0 none
 
@@ -178,7 +178,7 @@ def own_selector():
 @functools.cache
 def reference_values(op, make, arrays):
     """What a transform of a reference gives; `arrays` is the position of the first case that has these arrays."""
-    return fast(make(OPS[op][1]), *CASES[arrays].values[2])
+    return jitted(make(OPS[op][1]), *CASES[arrays].values[2])
 
 
 @pytest.mark.parametrize(("op", "make", "arrays", "forward", "backward", "like", "dead", "eager"), CASES)
@@ -189,7 +189,7 @@ def test_transform_is_right_and_labels_are_those_of_the_program(op, make, arrays
     labels = set(find_labels_in_lowered(lowered))
     assert kernel_counts(lowered, kernel) == (forward, backward)
     assert recorded() == labels  # nothing that is not in the program, and all that is
-    compiled = lowered.compile(FAST)
+    compiled = lowered.compile()
     assert set(find_labels_in_lowered(compiled)) == (set() if dead else labels)
     wanted = reference_values(op, like, next(i for i, c in enumerate(CASES) if c.values[2] is arrays))
     close(compiled(*arrays), wanted)
@@ -206,7 +206,7 @@ def test_third_derivatives_are_exact_in_float64():
 
     with jax.enable_x64(True):
         query, key, value = (x[:, :3].astype(np.float64) for x in QKV0)
-        close(fast(third(flash_attention), query), fast(third(attention), query), 1e-11)
+        close(jitted(third(flash_attention), query), jitted(third(attention), query), 1e-11)
 
 
 # Bias and mask under vmap: their kind of operand in all its forms is the subject of test_user_kernels.py
@@ -227,13 +227,13 @@ def test_bias_and_mask_under_vmap_fold_where_rows_may_join_and_loop_where_not(
     arrays, axes = (*(x[:, :batch] for x in QKV1), tile if op == "bias" else tile > 0), (0, 0, 0, axis)
     lowered = jax.jit(jax.vmap(gradients(fn), axes)).lower(*arrays)
     assert runs(lowered) == {"flash_attention@v1": forward, "flash_attention_bwd@v1": backward}
-    close(lowered.compile(FAST)(*arrays), fast(jax.vmap(gradients(reference), axes), *arrays))
+    close(lowered.compile()(*arrays), jitted(jax.vmap(gradients(reference), axes), *arrays))
 
 
 def test_gradient_of_a_bias_is_the_sum_over_the_examples_that_share_it():
     fn, reference, _ = OPS["bias"]
     arrays, axes = (*QKV1, normal(9, 1, 2, 4, 4)), (0, 0, 0, None)
-    close(fast(gradients(jax.vmap(fn, axes)), *arrays), fast(gradients(jax.vmap(reference, axes)), *arrays))
+    close(jitted(gradients(jax.vmap(fn, axes)), *arrays), jitted(gradients(jax.vmap(reference, axes)), *arrays))
 
 
 def test_vmap_of_no_examples_gives_no_outputs():
@@ -262,7 +262,7 @@ def test_backward_of_linear_computes_only_the_gradients_that_are_asked_for(wante
     lowered = jax.jit(grad).lower(*arrays)
     assert backward_needs(lowered) == needs
     assert lowered.as_text().count("stablehlo.dot_general") == 1 + products
-    close(lowered.compile(FAST)(*arrays), fast(jax.grad(lambda *a: reference(*a).sum(), wanted), *arrays))
+    close(lowered.compile()(*arrays), jitted(jax.grad(lambda *a: reference(*a).sum(), wanted), *arrays))
 
 
 def test_backward_of_attention_has_a_key_for_each_set_of_needed_gradients():
@@ -288,7 +288,7 @@ def test_exported_programs_compute_the_same_and_keep_their_labels():
         return attend(*arrays), gradients(attend)(*arrays)
 
     exported = jax.export.export(jax.jit(both), platforms=("cpu", "cuda"))(*QKV0)
-    close(fast(exported.call, *QKV0), fast(both, *QKV0))
+    close(jitted(exported.call, *QKV0), jitted(both, *QKV0))
     assert {split_label(text)[0] for text in find_labels_in_lowered(exported)} == {
         "flash_attention@v1", "flash_attention_bwd@v1"
     }  # fmt: skip
@@ -302,7 +302,7 @@ def test_no_tracer_leaks():
 def test_debug_nans_accepts_rows_that_see_nothing():
     fn = OPS["ids"][0]
     with jax.debug_nans(True):
-        grads = fast(gradients(fn), *QKV0, np.full((BATCH, LENGTH), -1), LENGTHS[0])
+        grads = jitted(gradients(fn), *QKV0, np.full((BATCH, LENGTH), -1), LENGTHS[0])
     assert all(not np.any(g) for g in grads)
 
 
@@ -328,7 +328,7 @@ def test_disable_jit_runs_the_kernel_op_by_op():
         assert kernel(jnp.float32(3)) == 6
         assert any(not isinstance(x, jax.core.Tracer) for x in seen)
         grads = gradients(OPS["linear"][0])(X1[0], W, BIAS)
-    close(grads, fast(gradients(OPS["linear"][1]), X1[0], W, BIAS))
+    close(grads, jitted(gradients(OPS["linear"][1]), X1[0], W, BIAS))
 
 
 def test_types_follow_enable_x64_for_the_same_arrays():
@@ -349,7 +349,7 @@ def test_types_follow_enable_x64_for_the_same_arrays():
 def test_float64_is_computed_in_float64():
     with jax.enable_x64(True):
         arrays = [x.astype(np.float64) for x in QKV0]
-        close(fast(gradients(flash_attention), *arrays), fast(gradients(attention), *arrays), 1e-13)
+        close(jitted(gradients(flash_attention), *arrays), jitted(gradients(attention), *arrays), 1e-13)
 
 
 def test_eval_shape_and_tracing_record_nothing():
@@ -385,7 +385,7 @@ def test_nnx_jit_and_grad_see_the_ops():
         return nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
 
     grads = step(Layer(), X1[0])
-    wanted = fast(gradients(OPS["linear"][1]), X1[0], W, BIAS)
+    wanted = jitted(gradients(OPS["linear"][1]), X1[0], W, BIAS)
     close((grads["weight"][...], grads["bias"][...]), wanted[1:])
 
 
@@ -404,4 +404,4 @@ def test_equinox_filter_jit_and_filter_grad_see_the_ops():
         return jnp.sum(layer(x) ** 2)
 
     grads = step(Layer(jnp.asarray(W), jnp.asarray(BIAS), "silu"), X1[0])
-    close((grads.weight, grads.bias), fast(gradients(OPS["linear"][1]), X1[0], W, BIAS)[1:])
+    close((grads.weight, grads.bias), jitted(gradients(OPS["linear"][1]), X1[0], W, BIAS)[1:])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("triton", reason="needs triton, which there is for Linux")
-
 from ejkernel_ops.kernels.attention.triton_seen import keys_seen, packed, queries_seen
-
-from .attention_cases import jit
 
 pytestmark = pytest.mark.once
 
@@ -77,7 +74,7 @@ def test_masks_are_told_by_bits_hidden_keys_and_ranges(name, blocks):
     hidden = ~by_group.any((2, 3))
     lse = np.where(matrix.any(3), 0.0, -np.inf).astype(np.float32).swapaxes(1, 2)
 
-    @jit
+    @jax.jit
     def told(mask):
         both = keys_seen(arrays_of(mask), blocks), queries_seen(arrays_of(mask), lse, blocks)
         return [(seen.hidden, seen.ranges) for seen in both]

@@ -18,7 +18,7 @@ from ejkernel_ops import (
 )
 from ejkernel_ops.utils.meta import call_sites, split_label
 
-from .ops import FAST, close, fast, normal, recorded
+from .ops import close, jitted, normal, recorded
 
 
 class Own(Kernel):
@@ -239,14 +239,14 @@ def test_user_kernel_is_right_under(user, transform):
     labels = find_labels_in_lowered(lowered)
     assert recorded() == set(labels)
     assert labels or user == "no rows, no backward"  # a derivative without a backward is plain code
-    close(lowered.compile(FAST)(*arrays), fast(make(reference), *arrays))
+    close(lowered.compile()(*arrays), jitted(make(reference), *arrays))
 
 
 @pytest.mark.parametrize("user", ["no rows, no backward", "keyword arrays", "int output"])
 def test_user_kernel_is_right_without_jit(user):
     fn, reference, rest = USERS[user]
     for make in (jax.vmap, TRANSFORMS["vmap(grad)"]):
-        close(make(fn, axes(rest))(X, *rest), fast(make(reference, axes(rest)), X, *rest))
+        close(make(fn, axes(rest))(X, *rest), jitted(make(reference, axes(rest)), X, *rest))
 
 
 def test_vmap_of_a_kernel_without_rows_loops_and_with_rows_folds():
@@ -280,14 +280,14 @@ def test_operand_that_broadcasts_over_rows_folds_where_rows_may_join_and_loops_w
     lowered = jax.jit(jax.vmap(gradients(offset), axes)).lower(*arrays)
     counts = {split_label(site.label)[0]: site.executions for site in call_sites(lowered)}
     assert counts == {"test_offset@v1": forward, "test_offset_bwd@v1": backward}
-    close(lowered.compile(FAST)(*arrays), fast(jax.vmap(gradients(plain), axes), *arrays))
-    close(fast(gradients(jax.vmap(offset, axes)), *arrays), fast(gradients(jax.vmap(plain, axes)), *arrays))
+    close(lowered.compile()(*arrays), jitted(jax.vmap(gradients(plain), axes), *arrays))
+    close(jitted(gradients(jax.vmap(offset, axes)), *arrays), jitted(gradients(jax.vmap(plain, axes)), *arrays))
 
     def directional(fn):  # of the operand that broadcasts only: its tangent has an axis where it may have none
         def one(x, offset, tangent):
             return jax.jvp(lambda offset: fn(x, offset), (offset,), (tangent,))
 
-        return fast(jax.vmap(one, (0, axis, 0)), *arrays, normal(9, 5, *np.shape(arrays[1])[-2:]))
+        return jitted(jax.vmap(one, (0, axis, 0)), *arrays, normal(9, 5, *np.shape(arrays[1])[-2:]))
 
     if axis is None:
         close(directional(offset), directional(plain))
@@ -334,7 +334,7 @@ def test_outputs_that_are_missing_do_not_shift_the_gradients_of_others():
             return None, 3 * x
 
     kernel = Half("test_half")
-    close(fast(jax.vmap(jax.grad(lambda x: kernel(x)[1].sum())), X), np.full_like(X, 3))
+    close(jitted(jax.vmap(jax.grad(lambda x: kernel(x)[1].sum())), X), np.full_like(X, 3))
 
 
 def test_out_rows_that_do_not_fit_the_outputs_are_an_error():
