@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import triton.language as tl
 
 # `x` where a word has a bit, else -inf. As a comparison and a `where`, LLVM makes vectors of truth values of the bits
 # of many numbers, which are packed into integers and unpacked again: half as many instructions more.
-IF_BIT = tl.constexpr(
+IF_BIT: Any = tl.constexpr(
     "{ .reg .pred has; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.u32 has, bit, 0; selp.f32 $0, $1, 0fFF800000, has; }"
 )
-IF_BIT_OPERANDS = tl.constexpr("=f,f,r,r")  # x, word, bit
+IF_BIT_OPERANDS: Any = tl.constexpr("=f,f,r,r")  # x, word, bit
 
 IN_NUMPY: dict[str, Callable[..., np.ndarray]] = {
     IF_BIT.value: lambda x, word, bit: np.where(word & bit != 0, x, np.float32("-inf")),

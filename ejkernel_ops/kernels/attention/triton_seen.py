@@ -7,7 +7,6 @@ number of a tile instead of a byte, skip the blocks that it hides, and look for 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -59,19 +58,20 @@ def queries_seen(arrays: tuple, lse: jax.Array | None, blocks: tuple[int, int]) 
     `lse` `(batch, q_len, heads)` is given where queries may see nothing: blocks of such are never seen as a whole.
     """
     query, key, _, _, mask, _, q_ids, kv_ids, *_ = arrays
+    block_q, block_kv = blocks
     words = hidden = every = None
-    parts: list[Any] = [] if q_ids is None else [_by_ids(kv_ids, q_ids, *blocks[::-1])]
+    parts: list[Any] = [] if q_ids is None else [_by_ids(kv_ids, q_ids, block_kv, block_q)]
     if mask is not None:
         words = packed(mask, 2)
         kv_heads = key.shape[2] if mask.shape[1] > 1 else 1
         hidden = ~_by_group((words != 0).any(2), kv_heads).any(2)
-        some, every = (_by_group(x, kv_heads) for x in _tiles(words, query.shape[1], *blocks[::-1]))
+        some, every = (_by_group(x, kv_heads) for x in _tiles(words, query.shape[1], block_kv, block_q))
         every = every.all(2)
         parts.append((some.any(2), True))
     if lse is not None:
         dead = _by_group((lse == -jnp.inf).swapaxes(1, 2), key.shape[2]).any(2)
-        parts.append((True, ~_blocks(dead, blocks[0], fill=False).any(3)[:, :, None]))
-    return _seen(words, 2, hidden, _ranges(parts, every, key.shape[1], query.shape[1], blocks[::-1]))
+        parts.append((True, ~_blocks(dead, block_q, fill=False).any(3)[:, :, None]))
+    return _seen(words, 2, hidden, _ranges(parts, every, key.shape[1], query.shape[1], (block_kv, block_q)))
 
 
 def packed(mask: jax.Array, axis: int) -> jax.Array:
@@ -139,8 +139,11 @@ def _ranges(parts: list[Any], every: Any, rows: int, columns: int, blocks: tuple
     if not parts:
         return None
     shape = (1, 1, -(-rows // blocks[0]), -(-columns // blocks[1]))
-    meets, whole = (functools.reduce(jnp.logical_and, part, jnp.ones(shape, bool)) for part in zip(*parts))
-    return block_ranges(*jnp.broadcast_arrays(meets, whole), every)
+    meets = whole = jnp.ones(shape, bool)
+    for part in parts:
+        meets, whole = meets & part[0], whole & part[1]
+    meets, whole = jnp.broadcast_arrays(meets, whole)
+    return block_ranges(meets, whole, every)
 
 
 def _by_ids(ids: jax.Array, other_ids: jax.Array, block: int, other_block: int) -> tuple[jax.Array, jax.Array]:
