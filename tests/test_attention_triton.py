@@ -461,6 +461,20 @@ def test_biases_of_great_size_are_no_minus_inf_and_make_no_nan(lowest, forward):
         np.testing.assert_allclose(got["out"][:, :5], uniform, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("lowest", [np.finfo(np.float32).min, float(jnp.finfo(jnp.bfloat16).min), -2.9e38], ids=str)
+def test_a_query_that_sees_one_key_gives_it_all_whatever_its_bias(lowest):
+    floats, rng = inputs((18, 18), (2, 1), (16, 16), batch=1)
+    floats["bias"] = np.where(np.arange(18)[:, None] < 2, lowest, 0 * np.ones((18, 18))).astype(np.float32)[None, None]
+    cotangents = cotangents_of(floats, rng)
+    got, wanted = (
+        run(floats, {}, cotangents, static(config, causal=True, **options, **EXACT))
+        for config, options in ((SMALL, {}), (None, {"backend": "xla"}))
+    )
+    np.testing.assert_allclose(got["out"][:, 0], np.repeat(floats["value"], 2, axis=2)[:, 0], rtol=1e-6)
+    for name in ("out", "query", "key", "value", "bias"):
+        np.testing.assert_allclose(got[name], wanted[name], rtol=1e-3, atol=1e-4, err_msg=name)
+
+
 def test_the_greatest_bias_takes_all_the_weight():
     floats, rng = inputs((17, 18), (2, 1), (16, 16), batch=1)
     floats["bias"] = np.zeros((1, 1, 17, 18), np.float32)
@@ -537,6 +551,32 @@ def test_tiles_that_a_mask_hides_or_shows_as_a_whole(name, config):
     for array in ("key", "value"):
         floats[array][:, hidden] = 0
     judge(floats, rng, {"mask": mask}, config, repeats=1, **EXACT)
+
+
+def test_what_queries_that_see_nothing_hold_reaches_nothing_over_many_blocks():
+    floats, rng = inputs((90, 70), (2, 1), (16, 16))
+    mask = np.broadcast_to(np.arange(90)[:, None] != 37, (90, 70)).copy()
+    mask[80:] = False
+    dead = ~mask.any(1)
+    dout, dlse = cotangents_of(floats, rng)
+    options = static(SMALL, **EXACT)
+    wanted = run(floats, {"mask": mask[None, None]}, (dout * ~dead[:, None, None], dlse * ~dead[:, None]), options)
+    floats["query"][:, dead] = dout[:, dead] = dlse[:, dead] = np.nan
+    got = run(floats, {"mask": mask[None, None]}, (dout, dlse), options)
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(got[name], x, err_msg=name)
+
+
+def test_all_that_hides_keys_at_once_in_tiles_of_more_rows():
+    floats, rng = inputs((150, 300), (2, 1), (16, 16))
+    others = {
+        "mask": rng.random((2, 2, 150, 300)) < 0.9,
+        "q_segment_ids": np.sort(rng.integers(-1, 3, (2, 150)), 1).astype(np.int32),
+        "kv_segment_ids": np.sort(rng.integers(-1, 3, (2, 300)), 1).astype(np.int32),
+        "kv_lengths": np.array([211, 300], np.int32),
+    }
+    options = {"causal": True, "q_offset": 150, "sliding_window": (170, 0)}
+    judge(floats, rng, others, tiles((64, 128), (32, 64), (128, 32)), repeats=1, **options, **EXACT)
 
 
 def test_a_mask_of_each_head_with_a_bias_of_all_examples():

@@ -16,7 +16,8 @@ Q, K = np.arange(Q_LEN)[:, None], np.arange(KV_LEN)[None, :]
 MATRICES = {
     "causal": K <= Q + 20, "window": (K <= Q + 20) & (K >= Q), "padded right": K < 70 + 0 * Q,
     "padded left": K >= 41 + 0 * Q, "a gap": (K < 30) | (K >= 100) & (Q >= 0), "all": K >= 0 * Q,
-    "none": K < 0 * Q, "corner": (K >= 96) & (Q < 16),
+    "none": K < 0 * Q, "corner": (K >= 96) & (Q < 16), "all but a key": (K != 18) & (Q >= 0),
+    "all but a query": (Q != 70) & (K >= 0),
 }  # fmt: skip
 SHAPES = [(2, HEADS, Q_LEN, KV_LEN), (1, 1, Q_LEN, KV_LEN), (2, 1, 1, KV_LEN), (1, HEADS, Q_LEN, 1), (1, 1, 1, 1)]
 
@@ -61,8 +62,18 @@ def assert_ranges(ranges, seen, clean, blocks):
     assert np.all(clean | (places < inner) | (places >= outer))
     # As close as they can be where a mask alone hides something.
     found = some.any(-1)
+    least = np.array(
+        [_first_or_last_run(row) for row in (clean & (places >= first) & (places < last)).reshape(-1, len(places))]
+    )
+    np.testing.assert_array_equal(np.maximum(outer - inner, 0).reshape(-1), least)
     np.testing.assert_array_equal(first[..., 0][found], some.argmax(-1)[found])
     np.testing.assert_array_equal(last[..., 0][found], (len(places) - some[..., ::-1].argmax(-1))[found])
+
+
+def _first_or_last_run(row):
+    """The length of the longer of the two."""
+    runs = [len(run) for run in "".join("x" if x else " " for x in row).split()]
+    return max(runs[0], runs[-1]) if runs else 0
 
 
 @pytest.mark.parametrize("blocks", [(16, 16), (32, 64)], ids=str)

@@ -18,6 +18,7 @@ from ...core.invocation import Invocation
 from ...params import BwdParams, FwdParams
 from ...utils.fingerprint import platform_kind
 from .config import AttentionConfig
+from .triton_seen import MOST_ROWS
 from .triton_spec import dot_precision, width
 
 _HOPPER_SHARED = 232448
@@ -205,8 +206,8 @@ def _malformed(tile: Tile) -> str | None:
     for name, value in (("q", tile.q), ("kv", tile.kv), ("warps", tile.warps)):
         if value & (value - 1):
             return f"{name} of {tile} is {value}; Triton takes powers of two"
-    if min(tile.q, tile.kv) < 16 or max(tile.q, tile.kv) > 256:
-        return f"{tile} has a side outside of 16 to 256 rows"
+    if min(tile.q, tile.kv) < 16 or max(tile.q, tile.kv) > MOST_ROWS:
+        return f"{tile} has a side outside of 16 to {MOST_ROWS} rows"
     return None
 
 

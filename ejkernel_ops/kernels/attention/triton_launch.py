@@ -137,7 +137,7 @@ def _bias(x: _Backward, sums_of_rows: tuple, spec: TritonSpec, tile: Tile) -> ja
     from .triton_bwd import attention_backward_bias
 
     query, _, _, bias, *_ = x.arrays
-    seen = dataclasses.replace(keys_seen(x.arrays, (tile.q, tile.kv)), ranges=None)  # its tiles are few
+    seen = keys_seen(x.arrays, (tile.q, tile.kv)).without_ranges()
     spec = dataclasses.replace(spec, block_q=tile.q, block_kv=tile.kv, **seen.fields)
     full = (query.shape[0], query.shape[2], spec.q_len, spec.kv_len)
     blocks = (*full[:2], -(-spec.q_len // tile.q), -(-spec.kv_len // tile.kv))

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 _NO_ID = 2**31 - 1
-_MOST_ROWS = 256  # words reach to the end of the widest tile
 _BITS = 32
+MOST_ROWS = 256  # of a tile, to whose end there are words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,15 +23,18 @@ class Seen:
     """What a kernel takes, `None` where nothing is hidden; axes of length 1 broadcast.
 
     `words` are `(batch, head, query, key)` uint32 with one of the lengths in words: bit `i` of word `w` is for column
-    `32 w + i`. `hidden` `(batch, key head, kv_len)` marks keys that the mask hides from every query. `ranges` are
-    those of `block_ranges`. `fields` are those of a
-    `TritonSpec` that tell how they lie.
+    `32 w + i`. `hidden` `(batch, key head, kv_len)` marks keys that the mask hides from every query of a key head.
+    `ranges` are those of `block_ranges`. `fields` of a `TritonSpec` tell how they lie.
     """
 
     words: jax.Array | None
     hidden: jax.Array | None
     ranges: jax.Array | None
     fields: dict[str, Any]
+
+    def without_ranges(self) -> Seen:
+        """The same for a kernel that skips nothing."""
+        return dataclasses.replace(self, ranges=None, fields=self.fields | _layout_of_ranges(None))
 
 
 def keys_seen(arrays: tuple, blocks: tuple[int, int]) -> Seen:
@@ -75,11 +78,13 @@ def queries_seen(arrays: tuple, lse: jax.Array | None, blocks: tuple[int, int]) 
 
 
 def packed(mask: jax.Array, axis: int) -> jax.Array:
-    """Bits of a mask `(batch, head, query, key)` along axis 2 or 3, as `Seen.words`; beyond its end they are 0."""
+    """Bits of a mask `(batch, head, query, key)` along axis 2 or 3, as `Seen.words`; 0 to the end of the widest
+    tile.
+    """
     count = mask.shape[axis]
     if count == 1:
         return jnp.where(mask, jnp.uint32(2**_BITS - 1), jnp.uint32(0))
-    return _words(jnp.pad(mask, [(0, -count % _MOST_ROWS if n == axis else 0) for n in range(4)]), axis)
+    return _words(jnp.pad(mask, [(0, -count % MOST_ROWS if n == axis else 0) for n in range(4)]), axis)
 
 
 def _words(bits: jax.Array, axis: int) -> jax.Array:
@@ -103,10 +108,12 @@ def _seen(words: Any, axis: int, hidden: Any, ranges: Any) -> Seen:
     fields = {
         "mask_strides": (batch, head, of_words, of_rows),
         "hidden_strides": strides(hidden, 3),
-        "range_strides": strides(ranges)[:3],
-        "has_ranges": ranges is not None,
     }
-    return Seen(words, hidden, ranges, fields)
+    return Seen(words, hidden, ranges, fields | _layout_of_ranges(ranges))
+
+
+def _layout_of_ranges(ranges: Any) -> dict[str, Any]:
+    return {"range_strides": strides(ranges)[:3], "has_ranges": ranges is not None}
 
 
 def block_ranges(meets: jax.Array, whole: jax.Array, every: jax.Array | None = None) -> jax.Array:
@@ -119,15 +126,20 @@ def block_ranges(meets: jax.Array, whole: jax.Array, every: jax.Array | None = N
 
     Returns:
         `(batch, head, row blocks, 4)` int32: first and end of the blocks that `meets` names (those between them may
-        hold nothing), and first and end of a run of `whole` ones; the first is the number of blocks where there are
-        none. With `every` its bits follow, 32 blocks of columns in a number.
+        hold nothing), and first and end of a run of `whole` ones, the first or the last run; the first is the number
+        of blocks where there are none. With `every` its bits follow, 32 blocks of columns in a number.
     """
     count = meets.shape[-1]
     index = jnp.arange(count, dtype=jnp.int32)
     first = jnp.where(meets, index, count).min(-1)
     last = jnp.where(meets, index + 1, 0).max(-1)
-    inner = jnp.where(whole & (index >= first[..., None]), index, count).min(-1)
+    whole = whole & (index >= first[..., None]) & (index < last[..., None])
+    inner = jnp.where(whole, index, count).min(-1)
     outer = jnp.where(whole | (index < inner[..., None]), count, index).min(-1)  # the first one after them that is not
+    end = jnp.where(whole, index + 1, 0).max(-1)
+    begin = jnp.where(whole | (index >= end[..., None]), 0, index + 1).max(-1)
+    longer = end - begin > outer - inner
+    inner, outer = jnp.where(longer, begin, inner), jnp.where(longer, end, outer)
     ranges = jnp.stack([first, last, inner, outer], -1)
     if every is None:
         return ranges

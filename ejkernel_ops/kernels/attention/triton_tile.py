@@ -1,8 +1,8 @@
 """What the Triton kernels of attention share: the logits of a tile, what each query sees, and dropout's bits.
 
 `rows` and `cols` are query and key numbers of a tile, one of them `[:, None]` and the other `[None, :]`, so that
-the same code serves tiles of queries by keys and of keys by queries. Logits are in base 2, so that `exp2` needs no
-product of its own. `spec` is a `TritonSpec`: what it turns off is not compiled.
+the same code serves tiles of queries by keys and of keys by queries. `spec` is a `TritonSpec`: what it turns off is
+not compiled.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -64,7 +64,10 @@ def program(num_blocks, heads, spec: tl.constexpr):
 @triton.jit
 def in_units(x, spec: tl.constexpr):
     """Finite natural logarithms in the units of rows, finite too."""
-    return tl.minimum(tl.maximum(x * spec.unit, -LARGEST), LARGEST)
+    if spec.unit == 1.0:
+        return x
+    else:
+        return tl.minimum(tl.maximum(x * spec.unit, -LARGEST), LARGEST)
 
 
 @triton.jit
@@ -88,9 +91,10 @@ def mask_words(mask_ptr, rows, num_rows, first, CHECKED: tl.constexpr, BLOCK: tl
     """The words that hold the bits of a mask for `rows` by the `BLOCK` columns from `first`."""
     places = tl.arange(0, BLOCK)[None, :]
     at = mask_ptr + rows.to(tl.int64) * spec.mask_strides[3]
-    words = load_rows(at + first // 32 * spec.mask_strides[2], rows, num_rows, CHECKED)[:, None]
+    first_word = (first // 32).to(tl.int64)
+    words = load_rows(at + first_word * spec.mask_strides[2], rows, num_rows, CHECKED)[:, None]
     for i in tl.static_range(1, BLOCK // 32):
-        word = load_rows(at + (first // 32 + i) * spec.mask_strides[2], rows, num_rows, CHECKED)
+        word = load_rows(at + (first_word + i) * spec.mask_strides[2], rows, num_rows, CHECKED)
         words = tl.where(places // 32 == i, word[:, None], words)
     return words
 
@@ -177,7 +181,11 @@ def query_limits(first, last, offset, spec: tl.constexpr):
 
 @triton.jit
 def block_range(begin, end, inner_begin, inner_end, ranges_ptr, BLOCK: tl.constexpr, spec: tl.constexpr):
-    """Blocks `[first, inner)` at an edge, `[inner, outer)` visible but for the mask, `[outer, last)` at an edge."""
+    """Blocks `[first, inner)` at an edge, `[inner, outer)` visible but for the mask, `[outer, last)` at an edge.
+
+    Between the edges there is no key that a mask hides from every query, and in tiles of keys by queries no query that
+    sees nothing: what they hold is loaded without a look.
+    """
     first, last = begin // BLOCK, tl.cdiv(end, BLOCK)
     inner, outer = tl.cdiv(inner_begin, BLOCK), inner_end // BLOCK
     if spec.has_ranges:
