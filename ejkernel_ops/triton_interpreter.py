@@ -173,6 +173,8 @@ class _Builder(interpreter.InterpreterBuilder):
         return self.create_minnumf(self.create_maxnumf(arg, lo), hi)
 
     def create_inline_asm(self, text, constraints, values, types, is_pure, pack):
+        if text not in IN_NUMPY:
+            raise NotImplementedError(f"no NumPy form of this assembly is known, add one to IN_NUMPY: {text}")
         (kind,) = types
         return _Results([interpreter.TensorHandle(IN_NUMPY[text](*[x.data for x in values]), kind.scalar)])
 

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed; it exists for Linux only")
 
+from ejkernel_ops.triton_assembly import IF_BIT
 from ejkernel_ops.triton_interpreter import interpret
 
 from . import triton_kernels as kernels
@@ -55,6 +56,16 @@ def test_an_atomic_outside_its_array_is_refused():
 
 def test_masked_lanes_may_point_anywhere():
     np.testing.assert_array_equal(run(kernels.count, np.full(16, -7, np.int32), out=[((8,), F32)], N=16, BINS=8), 0)
+
+
+def test_assembly_computes_what_it_says_and_what_is_unknown_is_refused():
+    bits = 1 << np.arange(32, dtype=np.uint32)
+    words = np.full(32, 0x80000005, np.uint32)
+    x = np.where(np.arange(32) == 7, np.nan, np.arange(32)).astype(np.float32)
+    got = run(kernels.if_bit, x, words, bits, out=[((32,), F32)], TEXT=IF_BIT.value, N=32)
+    np.testing.assert_array_equal(got, np.where(np.isin(np.arange(32), (0, 2, 31)), x, -np.inf))
+    with pytest.raises(NotImplementedError, match=r"IN_NUMPY: mov\.b32"):
+        run(kernels.if_bit, x, words, bits, out=[((32,), F32)], TEXT="mov.b32 $0, $1;", N=32)
 
 
 def test_operands_are_only_read():

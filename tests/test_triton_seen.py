@@ -50,22 +50,25 @@ def tiled(x, blocks, fill):
     return x.reshape(*x.shape[:2], -1, blocks[0], x.shape[3] // blocks[1], blocks[1]).swapaxes(3, 4)
 
 
-def assert_ranges(ranges, seen, clean, blocks):
-    """Nothing seen is left out, and what is called whole is `clean`, by row heads."""
-    heads = seen.shape[1]
-    ranges = np.broadcast_to(ranges, (2, heads, *ranges.shape[2:]))
-    some = tiled(seen, blocks, False).any((4, 5))
-    clean = tiled(clean, blocks, True).all((4, 5))
-    places = np.arange(some.shape[-1])
+def assert_nothing_is_lost(ranges, some, clean):
+    """Every tile in which something is seen is met, and what is called whole is `clean`; returns the four limits."""
+    ranges = np.broadcast_to(ranges, (*some.shape[:3], ranges.shape[3]))
+    places = np.arange(some.shape[3])
     first, last, inner, outer = (ranges[..., n, None] for n in range(4))
     assert not np.any(some & ((places < first) | (places >= last)))
     assert np.all(clean | (places < inner) | (places >= outer))
-    # As close as they can be where a mask alone hides something.
-    found = some.any(-1)
-    least = np.array(
-        [_first_or_last_run(row) for row in (clean & (places >= first) & (places < last)).reshape(-1, len(places))]
-    )
-    np.testing.assert_array_equal(np.maximum(outer - inner, 0).reshape(-1), least)
+    return first, last, inner, outer
+
+
+def assert_ranges(ranges, seen, clean, blocks):
+    """Nothing is lost, and the ranges of a mask are as close as they can be, by row heads."""
+    some = tiled(seen, blocks, False).any((4, 5))
+    clean = tiled(clean, blocks, True).all((4, 5))
+    first, last, inner, outer = assert_nothing_is_lost(ranges, some, clean)
+    found, places = some.any(-1), np.arange(some.shape[-1])
+    spanned = (clean & (places >= first) & (places < last)).reshape(-1, len(places))
+    runs = np.array([_first_or_last_run(row) for row in spanned])
+    np.testing.assert_array_equal(np.maximum(outer - inner, 0).reshape(-1), runs)
     np.testing.assert_array_equal(first[..., 0][found], some.argmax(-1)[found])
     np.testing.assert_array_equal(last[..., 0][found], (len(places) - some[..., ::-1].argmax(-1))[found])
 
@@ -133,8 +136,5 @@ def test_segments_are_told_by_ranges(blocks):
     ranges = np.asarray(keys_seen(arrays_of(ids=ids), blocks).ranges)
     some = tiled(matrix, blocks, False).any((4, 5))
     every = tiled(matrix, blocks, False).all((4, 5))
-    places = np.arange(some.shape[-1])
-    first, last, inner, outer = (ranges[..., n, None] for n in range(4))
-    assert not np.any(some & ((places < first) | (places >= last)))
-    assert np.all(every | (places < inner) | (places >= outer))
+    *_, inner, outer = assert_nothing_is_lost(ranges, some, every)
     assert (outer - np.minimum(inner, outer)).sum() > 0

@@ -136,3 +136,12 @@ def block_condition(x_ptr, out_ptr, N: tl.constexpr):
     x = tl.load(x_ptr + tl.arange(0, N))
     if x > 0:
         tl.store(out_ptr + tl.arange(0, N), x)
+
+
+@triton.jit
+def if_bit(x_ptr, words_ptr, bits_ptr, out_ptr, TEXT: tl.constexpr, N: tl.constexpr):
+    """Inline assembly of three operands."""
+    at = tl.arange(0, N)
+    x, word, bit = tl.load(x_ptr + at), tl.load(words_ptr + at), tl.load(bits_ptr + at)
+    out = tl.inline_asm_elementwise(TEXT, "=f,f,r,r", [x, word, bit], tl.float32, is_pure=True, pack=1)
+    tl.store(out_ptr + at, out)

@@ -78,9 +78,7 @@ def queries_seen(arrays: tuple, lse: jax.Array | None, blocks: tuple[int, int]) 
 
 
 def packed(mask: jax.Array, axis: int) -> jax.Array:
-    """Bits of a mask `(batch, head, query, key)` along axis 2 or 3, as `Seen.words`; 0 to the end of the widest
-    tile.
-    """
+    """Bits of a mask `(batch, head, query, key)` along axis 2 or 3, as `Seen.words`; beyond its end they are 0."""
     count = mask.shape[axis]
     if count == 1:
         return jnp.where(mask, jnp.uint32(2**_BITS - 1), jnp.uint32(0))
