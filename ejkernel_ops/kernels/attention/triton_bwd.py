@@ -22,6 +22,7 @@ from .triton_tile import (
     load_rows,
     load_tile,
     logits,
+    mask_ahead,
     mask_words,
     offset_and_length,
     phase_of,
@@ -30,8 +31,8 @@ from .triton_tile import (
     query_limits,
     seen_keys,
     shown,
-    shows_all,
-    visible,
+    visible_keys,
+    visible_queries,
 )
 
 
@@ -93,6 +94,9 @@ def attention_backward_q(
     for phase in tl.static_range(3):
         if spec.want_dq and spec.key_phases[phase]:
             lower, upper = phase_of(phase, first, inner, outer, last)
+            if spec.has_mask:
+                words, whole = mask_ahead(mask_ptr, ranges_ptr, rows, spec.q_len, lower, spec.kv_len, spec.ragged_q,
+                                          block_kv, spec)  # fmt: skip
             for j in range(lower, upper):
                 cols = j * block_kv + tl.arange(0, block_kv)
                 # Keys that no query of the block sees may hold anything: they are not loaded.
@@ -109,17 +113,18 @@ def attention_backward_q(
                 v_at = v_ptr + cols[None, :] * (spec.kv_heads * spec.v_dim) + e[:, None]
                 v = load_tile(v_at, e[:, None], unseen[None, :], spec.v_dim, end, spec.padded_e, phase != 1)
                 if spec.has_mask:
-                    words = mask_words(mask_ptr, rows, spec.q_len, j * block_kv, spec.ragged_q, block_kv, spec)
-                    whole = shows_all(ranges_ptr, j)
+                    ahead = mask_ahead(mask_ptr, ranges_ptr, rows, spec.q_len, j + 1, spec.kv_len, spec.ragged_q,
+                                       block_kv, spec)  # fmt: skip
                 products = tl.dot(q, k, input_precision=spec.precision)
                 scores, slope = logits(products, bias_ptr, rows[:, None], cols[None, :], phase != 1 or spec.ragged_q,
                                        spec)  # fmt: skip
                 if spec.has_mask:
                     if phase != 1 or not whole:
-                        scores = shown(scores, words, j * block_kv, block_kv)
+                        scores = shown(scores, words, j, block_kv)
+                    words, whole = ahead
                 probs = probabilities(scores, lse[:, None], spec)
                 if phase != 1:
-                    seen = visible(rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], spec)
+                    seen = visible_keys(rows, j * block_kv, offset, end, q_ids, kv_ids, spec)
                     probs = tl.where(seen, probs, 0.0)
                 dprobs = tl.dot(dout, v, input_precision=spec.precision)
                 if spec.threshold > 0:
@@ -189,6 +194,9 @@ def attention_backward_kv(
         for phase in tl.static_range(3):
             if spec.query_phases[phase]:
                 lower, upper = phase_of(phase, first, inner, outer, last)
+                if spec.has_mask:
+                    words, whole = mask_ahead(mask_head, ranges_ptr, cols, spec.kv_len, lower, spec.q_len,
+                                              spec.ragged_kv, block_q, spec)  # fmt: skip
                 for i in range(lower, upper):
                     rows = i * block_q + tl.arange(0, block_q)
                     lse = load_rows(lse_ptr + sums + rows, rows, spec.q_len, phase != 1 and spec.ragged_q)
@@ -199,24 +207,21 @@ def attention_backward_kv(
                     q = load_tile(q_at, d[:, None], unseen[None, :], spec.head_dim, spec.q_len,
                                   spec.padded_d, phase != 1 and (spec.ragged_q or spec.dead_rows))  # fmt: skip
                     if spec.has_mask:
-                        words = mask_words(mask_head, cols, spec.kv_len, i * block_q, spec.ragged_kv, block_q, spec)
-                        whole = shows_all(ranges_ptr, i)
+                        ahead = mask_ahead(mask_head, ranges_ptr, cols, spec.kv_len, i + 1, spec.q_len,
+                                           spec.ragged_kv, block_q, spec)  # fmt: skip
                     products = tl.dot(k, q, input_precision=spec.precision)
                     scores, slope = logits(products, bias_head, rows[None, :], cols[:, None],
                                            phase != 1 or spec.ragged_kv, spec)  # fmt: skip
                     if spec.has_mask:
                         if phase != 1 or not whole:
-                            scores = shown(scores, words, i * block_q, block_q)
+                            scores = shown(scores, words, i, block_q)
+                        words, whole = ahead
                     probs = probabilities(scores, lse[None, :], spec)
                     if phase != 1:
                         q_ids = rows
                         if spec.has_ids:
                             q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
-                        tile = visible(
-                            rows[None, :], cols[:, None], offset, kv_len, q_ids[None, :], kv_ids[:, None], spec
-                        )
-                        if spec.ragged_q:
-                            tile = tile & (rows < spec.q_len)[None, :]
+                        tile = visible_queries(cols, i * block_q, offset, kv_len, q_ids, kv_ids, spec)
                         probs = tl.where(tile, probs, 0.0)
                     dout_at = dout_head + rows[:, None] * (spec.heads * spec.v_dim) + e[None, :]
                     dout = load_tile(dout_at, unseen[:, None], e[None, :], spec.q_len, spec.v_dim,
@@ -308,10 +313,10 @@ def attention_backward_bias(
         mask_head = mask_ptr + batch * spec.mask_strides[0] + head * spec.mask_strides[1]
         scores, _slope = logits(products, bias_head, rows[:, None], cols[None, :], True, spec)
         if spec.has_mask:
-            words = mask_words(mask_head, rows, spec.q_len, j * block_kv, True, block_kv, spec)
-            scores = shown(scores, words, j * block_kv, block_kv)
+            words = mask_words(mask_head, rows, spec.q_len, j, True, block_kv, spec)
+            scores = shown(scores, words, j, block_kv)
         probs = probabilities(scores, lse[:, None], spec)
-        seen = visible(rows[:, None], cols[None, :], offset, end_seen, q_ids[:, None], kv_ids[None, :], spec)
+        seen = visible_keys(rows, j * block_kv, offset, end_seen, q_ids, kv_ids, spec)
         dprobs = tl.dot(dout, v, input_precision=spec.precision)
         if spec.threshold > 0:
             keep = kept(seed_ptr + batch * 2, head, i * block_q, j * block_kv, spec)

@@ -17,14 +17,13 @@ from .triton_tile import (
     key_limits,
     load_tile,
     logits,
-    mask_words,
+    mask_ahead,
     offset_and_length,
     phase_of,
     program,
     seen_keys,
     shown,
-    shows_all,
-    visible,
+    visible_keys,
 )
 
 
@@ -71,6 +70,9 @@ def attention_forward(
     for phase in tl.static_range(3):
         if spec.key_phases[phase]:
             lower, upper = phase_of(phase, first, inner, outer, last)
+            if spec.has_mask:
+                words, whole = mask_ahead(mask_ptr, ranges_ptr, rows, spec.q_len, lower, spec.kv_len, spec.ragged_q,
+                                          block_kv, spec)  # fmt: skip
             for j in range(lower, upper):
                 cols = j * block_kv + tl.arange(0, block_kv)
                 # Keys that no query of the block sees may hold anything: they are not loaded.
@@ -85,17 +87,18 @@ def attention_forward(
                 k_at = k_ptr + cols[None, :] * (spec.kv_heads * spec.head_dim) + d[:, None]
                 k = load_tile(k_at, d[:, None], unseen[None, :], spec.head_dim, end, spec.padded_d, phase != 1)
                 if spec.has_mask:
-                    words = mask_words(mask_ptr, rows, spec.q_len, j * block_kv, spec.ragged_q, block_kv, spec)
-                    whole = shows_all(ranges_ptr, j)
+                    ahead = mask_ahead(mask_ptr, ranges_ptr, rows, spec.q_len, j + 1, spec.kv_len, spec.ragged_q,
+                                       block_kv, spec)  # fmt: skip
                 products = tl.dot(q, k, input_precision=spec.precision)
                 scores, _slope = logits(products, bias_ptr, rows[:, None], cols[None, :], phase != 1 or spec.ragged_q,
                                         spec)  # fmt: skip
                 if phase != 1:
-                    seen = visible(rows[:, None], cols[None, :], offset, end, q_ids[:, None], kv_ids[None, :], spec)
+                    seen = visible_keys(rows, j * block_kv, offset, end, q_ids, kv_ids, spec)
                     scores = tl.where(seen, scores, -INF)
                 if spec.has_mask:
                     if phase != 1 or not whole:
-                        scores = shown(scores, words, j * block_kv, block_kv)
+                        scores = shown(scores, words, j, block_kv)
+                    words, whole = ahead
                 new = tl.maximum(top, tl.max(scores, 1) * spec.factor)
                 finite = new
                 if phase != 1 or spec.has_mask or spec.has_bias:  # of a row that has seen nothing yet

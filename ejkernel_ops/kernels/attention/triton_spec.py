@@ -106,6 +106,12 @@ class TritonSpec:
         return self.kv_len % self.block_kv != 0
 
     @property
+    def short_keys(self) -> bool:
+        """Whether tiles at an edge may hold keys beyond the last one that positions alone do not hide."""
+        hidden = self.right >= 0 and not self.has_offset and self.q_len + self.offset + self.right <= self.kv_len
+        return self.has_lengths or (self.ragged_kv and not hidden)
+
+    @property
     def key_phases(self) -> tuple[bool, bool, bool]:
         """Whether queries may meet key blocks at a first edge of what they see, between the edges, at a last one."""
         last = self.right >= 0 or self.has_ranges or self.has_lengths or self.ragged_kv

@@ -11,7 +11,7 @@ not compiled.
 import triton
 import triton.language as tl
 
-from ...triton_assembly import IF_BIT, IF_BIT_OPERANDS
+from ...triton_assembly import BFLOAT16_PAIR, BFLOAT16_PAIR_OPERANDS, IF_BIT, IF_BIT_OPERANDS
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -42,12 +42,18 @@ def load_rows(at, rows, num_rows, CHECKED: tl.constexpr):
 
 
 @triton.jit
-def dense_tile(at, rows, cols, CHECKED: tl.constexpr, spec: tl.constexpr):
-    """A tile of a bias, with zeros outside of the lengths; not checked where it cannot lie outside."""
+def bias_tile(at, rows, cols, CHECKED: tl.constexpr, spec: tl.constexpr):
+    """A tile of a bias in float32, with zeros outside of the lengths; not checked where it cannot lie outside."""
     if CHECKED:
-        return tl.load(at, mask=(rows < spec.q_len) & (cols < spec.kv_len), other=0)
+        bias = tl.load(at, mask=(rows < spec.q_len) & (cols < spec.kv_len), other=0)
     else:
-        return tl.load(at)
+        bias = tl.load(at)
+    if bias.dtype == tl.bfloat16 and cols.shape[0] == 1:  # of keys by queries a thread holds no neighbours
+        return tl.inline_asm_elementwise(
+            BFLOAT16_PAIR, BFLOAT16_PAIR_OPERANDS, [bias], tl.float32, is_pure=True, pack=2
+        )
+    else:
+        return bias.to(tl.float32)
 
 
 @triton.jit
@@ -82,43 +88,98 @@ def logits(products, bias_ptr, rows, cols, CHECKED: tl.constexpr, spec: tl.const
         products = products * spec.scale
     if spec.has_bias:
         at = bias_ptr + rows.to(tl.int64) * spec.bias_strides[2] + cols * spec.bias_strides[3]
-        products += dense_tile(at, rows, cols, CHECKED, spec).to(tl.float32)
+        products += bias_tile(at, rows, cols, CHECKED, spec)
     return products, slope
 
 
 @triton.jit
-def mask_words(mask_ptr, rows, num_rows, first, CHECKED: tl.constexpr, BLOCK: tl.constexpr, spec: tl.constexpr):
-    """The words that hold the bits of a mask for `rows` by the `BLOCK` columns from `first`."""
-    places = tl.arange(0, BLOCK)[None, :]
+def mask_words(mask_ptr, rows, num_rows, block, CHECKED: tl.constexpr, BLOCK: tl.constexpr, spec: tl.constexpr):
+    """The words that hold the bits of a mask for `rows` by a block of columns, 32 columns in each."""
     at = mask_ptr + rows.to(tl.int64) * spec.mask_strides[3]
-    first_word = (first // 32).to(tl.int64)
-    words = load_rows(at + first_word * spec.mask_strides[2], rows, num_rows, CHECKED)[:, None]
+    at += (block * BLOCK // 32).to(tl.int64) * spec.mask_strides[2]
+    words = (load_rows(at, rows, num_rows, CHECKED),)
     for i in tl.static_range(1, BLOCK // 32):
-        word = load_rows(at + (first_word + i) * spec.mask_strides[2], rows, num_rows, CHECKED)
-        words = tl.where(places // 32 == i, word[:, None], words)
+        words = words + (load_rows(at + i * spec.mask_strides[2], rows, num_rows, CHECKED),)
     return words
 
 
 @triton.jit
-def shown(scores, words, first, BLOCK: tl.constexpr):
-    """Scores with `-inf` where the bits of a mask hide one, of the `BLOCK` columns from `first`."""
-    places = tl.arange(0, BLOCK)[None, :]
-    if BLOCK < 32:
-        places += first % 32
-    bits = tl.full([1, BLOCK], 1, tl.uint32) << (places % 32).to(tl.uint32)
-    return tl.inline_asm_elementwise(IF_BIT, IF_BIT_OPERANDS, [scores, words, bits], tl.float32, is_pure=True, pack=1)
+def mask_ahead(
+    mask_ptr, ranges_ptr, rows, num_rows, block, num_cols: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
+    spec: tl.constexpr,
+):  # fmt: skip
+    """The words of a block, or of the last one after it, and whether the mask hides nothing of the tile.
+
+    Loops call it for the block after theirs. What the compiler loads ahead goes through shared memory, and then there
+    is no room for as many programs.
+    """
+    block = tl.minimum(block, (num_cols - 1) // BLOCK)
+    words = mask_words(mask_ptr, rows, num_rows, block, CHECKED, BLOCK, spec)
+    return words, tl.load(ranges_ptr + 4 + block // 32) >> (block % 32) & 1 != 0
 
 
 @triton.jit
-def visible(rows, cols, offset, kv_len, q_ids, kv_ids, spec: tl.constexpr):
-    """Which keys of a tile at an edge each of its queries sees, but for the mask."""
-    seen = cols < kv_len
+def shown(scores, words, block, BLOCK: tl.constexpr):
+    """Scores with `-inf` where the bits of a mask hide one, of a block of columns."""
+    places = tl.arange(0, BLOCK)[None, :].to(tl.uint32)
+    word = words[0][:, None]
+    if BLOCK < 32:
+        word = word >> (block * BLOCK % 32).to(tl.uint32)
+    for i in tl.static_range(1, BLOCK // 32):
+        word = tl.where(places // 32 == i, words[i][:, None], word)
+    # A thread holds pairs of columns, 8 apart: of words shifted to its first pair it tests the same bits as others.
+    word = word >> (places & 6)
+    bits = tl.full([1, BLOCK], 1, tl.uint32) << (places & 25)
+    return tl.inline_asm_elementwise(IF_BIT, IF_BIT_OPERANDS, [scores, word, bits], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def at_most(limits, BLOCK: tl.constexpr):
+    """Which columns `[0, BLOCK)` of a tile are no greater than a limit, or a limit of each row `(rows, 1)`."""
+    places = tl.arange(0, BLOCK)[None, :]
+    return (places & ~6) <= limits - (places & 6)  # of a thread's pairs of columns all but the first are constants
+
+
+@triton.jit
+def at_least(limits, BLOCK: tl.constexpr):
+    """Which columns are no less, the same."""
+    places = tl.arange(0, BLOCK)[None, :]
+    return (places & ~6) >= limits - (places & 6)
+
+
+@triton.jit
+def visible_keys(rows, first_col, offset, kv_len, q_ids, kv_ids, spec: tl.constexpr):
+    """Which keys of a tile of queries by keys at an edge each of its queries sees, but for the mask."""
+    block_kv: tl.constexpr = spec.block_kv
+    seen = tl.full([1, 1], True, tl.int1)
+    limits = rows[:, None] + (offset - first_col)
     if spec.right >= 0:
-        seen = seen & (cols <= rows + (offset + spec.right))
+        seen = seen & at_most(limits + spec.right, block_kv)
     if spec.left >= 0:
-        seen = seen & (cols >= rows + (offset - spec.left))
+        seen = seen & at_least(limits - spec.left, block_kv)
+    if spec.short_keys:
+        seen = seen & at_most(kv_len - 1 - first_col, block_kv)
     if spec.has_ids:
-        seen = seen & (q_ids == kv_ids) & (q_ids >= 0)
+        seen = seen & (q_ids[:, None] == kv_ids[None, :]) & (q_ids >= 0)[:, None]
+    return seen
+
+
+@triton.jit
+def visible_queries(cols, first_row, offset, kv_len, q_ids, kv_ids, spec: tl.constexpr):
+    """Which queries of a tile of keys by queries at an edge see each of its keys, the same."""
+    block_q: tl.constexpr = spec.block_q
+    seen = tl.full([1, 1], True, tl.int1)
+    limits = cols[:, None] - (offset + first_row)
+    if spec.right >= 0:
+        seen = seen & at_least(limits - spec.right, block_q)
+    if spec.left >= 0:
+        seen = seen & at_most(limits + spec.left, block_q)
+    if spec.short_keys:
+        seen = seen & (cols < kv_len)[:, None]
+    if spec.ragged_q:
+        seen = seen & at_most(spec.q_len - 1 - first_row, block_q)
+    if spec.has_ids:
+        seen = seen & (q_ids[None, :] == kv_ids[:, None]) & (q_ids >= 0)[None, :]
     return seen
 
 
@@ -195,12 +256,6 @@ def block_range(begin, end, inner_begin, inner_end, ranges_ptr, BLOCK: tl.conste
     inner = tl.minimum(tl.maximum(inner, first), last)
     outer = tl.minimum(tl.maximum(outer, inner), last)
     return first, inner, outer, last
-
-
-@triton.jit
-def shows_all(ranges_ptr, block):
-    """Whether a mask hides nothing of the tile of this program with a block of columns."""
-    return tl.load(ranges_ptr + 4 + block // 32) >> (block % 32) & 1 != 0
 
 
 @triton.jit
