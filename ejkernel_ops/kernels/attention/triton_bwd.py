@@ -284,36 +284,34 @@ def attention_backward_bias(
         rows, cols = i * block_q + tl.arange(0, block_q), j * block_kv + tl.arange(0, block_kv)
         offset, kv_len = offset_and_length(offset_ptr, lengths_ptr, batch, spec)
         last = tl.minimum((i + 1) * block_q, spec.q_len) - 1
-        first_seen, end_seen, _inner_begin, _inner_end = key_limits(i * block_q, last, offset, kv_len, spec)
-        q_ids, kv_ids = rows, cols
-        loaded = (cols < end_seen) & (cols >= first_seen)
+        _begin, end_seen, _inner_begin, _inner_end = key_limits(i * block_q, last, offset, kv_len, spec)
+        q_ids, kv_ids, unseen = rows, cols, cols
         if spec.has_ids:
             q_ids = tl.load(q_ids_ptr + batch * spec.q_len + rows, mask=rows < spec.q_len, other=-1)
-            kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=loaded, other=-1)
-            loaded = loaded & (kv_ids >= 0)
+            kv_ids = tl.load(kv_ids_ptr + batch * spec.kv_len + cols, mask=cols < spec.kv_len, other=-1)
         if spec.has_mask:
-            loaded = loaded & (seen_keys(hidden_ptr, cols, batch, kv_head, spec) < spec.kv_len)
+            unseen = seen_keys(hidden_ptr, cols, batch, kv_head, spec)
         sum_at = (batch * spec.heads + head) * spec.q_len + rows
-        lse = tl.load(lse_ptr + sum_at, mask=rows < spec.q_len, other=INF)
-        delta = tl.load(delta_ptr + sum_at, mask=rows < spec.q_len, other=0.0)
-        live = lse < INF
-        row_at = (batch * spec.q_len + rows) * spec.heads + head
-        col_at = (batch * spec.kv_len + cols) * spec.kv_heads + kv_head
-        wide, wide_v = d < spec.head_dim, e < spec.v_dim
-        q_at = q_ptr + row_at[:, None] * spec.head_dim + d[None, :]
-        q = tl.load(q_at, mask=live[:, None] & wide[None, :], other=0.0)
-        k_at = k_ptr + col_at[None, :] * spec.head_dim + d[:, None]
-        k = tl.load(k_at, mask=loaded[None, :] & wide[:, None], other=0.0)
-        dout_at = dout_ptr + row_at[:, None] * spec.v_dim + e[None, :]
-        dout = tl.load(dout_at, mask=live[:, None] & wide_v[None, :], other=0.0)
-        v_at = v_ptr + col_at[None, :] * spec.v_dim + e[:, None]
-        v = tl.load(v_at, mask=loaded[None, :] & wide_v[:, None], other=0.0)
+        lse = load_rows(lse_ptr + sum_at, rows, spec.q_len, spec.ragged_q)
+        delta = load_rows(delta_ptr + sum_at, rows, spec.q_len, spec.ragged_q)
+        row_at = (batch * spec.q_len + rows)[:, None] * spec.heads + head
+        col_at = (batch * spec.kv_len + cols)[None, :] * spec.kv_heads + kv_head
+        # Each number is of one query and one key: what the others hold, and need not be loaded, cannot reach it.
+        q = load_tile(q_ptr + row_at * spec.head_dim + d[None, :], rows[:, None], d[None, :], spec.q_len, spec.head_dim,
+                      spec.ragged_q, spec.padded_d)  # fmt: skip
+        k = load_tile(k_ptr + col_at * spec.head_dim + d[:, None], d[:, None], unseen[None, :], spec.head_dim,
+                      spec.kv_len, spec.padded_d, spec.ragged_kv or spec.has_mask)  # fmt: skip
+        dout = load_tile(dout_ptr + row_at * spec.v_dim + e[None, :], rows[:, None], e[None, :], spec.q_len, spec.v_dim,
+                         spec.ragged_q, spec.padded_e)  # fmt: skip
+        v = load_tile(v_ptr + col_at * spec.v_dim + e[:, None], e[:, None], unseen[None, :], spec.v_dim, spec.kv_len,
+                      spec.padded_e, spec.ragged_kv or spec.has_mask)  # fmt: skip
         products = tl.dot(q, k, input_precision=spec.precision)
         bias_head = bias_ptr + batch * spec.bias_strides[0] + head * spec.bias_strides[1]
         mask_head = mask_ptr + batch * spec.mask_strides[0] + head * spec.mask_strides[1]
-        scores, _slope = logits(products, bias_head, rows[:, None], cols[None, :], True, spec)
+        scores, _slope = logits(products, bias_head, rows[:, None], cols[None, :], spec.ragged_q or spec.ragged_kv,
+                                spec)  # fmt: skip
         if spec.has_mask:
-            words = mask_words(mask_head, rows, spec.q_len, j, True, block_kv, spec)
+            words = mask_words(mask_head, rows, spec.q_len, j, spec.ragged_q, block_kv, spec)
             scores = shown(scores, words, j, block_kv)
         probs = probabilities(scores, lse[:, None], spec)
         seen = visible_keys(rows, j * block_kv, offset, end_seen, q_ids, kv_ids, spec)
@@ -321,18 +319,22 @@ def attention_backward_bias(
         if spec.threshold > 0:
             keep = kept(seed_ptr + batch * 2, head, i * block_q, j * block_kv, spec)
             dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
-        dbias += tl.where(seen, probs * (dprobs - delta[:, None]), 0.0)
+        live = lse < INF
+        if spec.ragged_q:
+            live = live & (rows < spec.q_len)
+        dbias += tl.where(seen & live[:, None], probs * (dprobs - delta[:, None]), 0.0)
 
     rows = block_i * block_q + tl.arange(0, block_q)
     cols = block_j * block_kv + tl.arange(0, block_kv)
     rows_out, cols_out = sums.shape[2], sums.shape[3]
+    dtype = dbias_ptr.dtype.element_ty
     dbias_ptr += (part_b * sums.shape[1] + part_h).to(tl.int64) * rows_out * cols_out
     if rows_out == 1 and cols_out == 1:
-        tl.store(dbias_ptr, tl.sum(dbias))
+        tl.store(dbias_ptr, tl.sum(dbias).to(dtype))
     elif rows_out == 1:
-        tl.store(dbias_ptr + cols, tl.sum(dbias, 0), mask=cols < cols_out)
+        tl.store(dbias_ptr + cols, tl.sum(dbias, 0).to(dtype), mask=cols < cols_out)
     elif cols_out == 1:
-        tl.store(dbias_ptr + rows, tl.sum(dbias, 1), mask=rows < rows_out)
+        tl.store(dbias_ptr + rows, tl.sum(dbias, 1).to(dtype), mask=rows < rows_out)
     else:
         dbias_at = dbias_ptr + rows.to(tl.int64)[:, None] * cols_out + cols[None, :]
-        tl.store(dbias_at, dbias, mask=(rows < rows_out)[:, None] & (cols < cols_out)[None, :])
+        tl.store(dbias_at, dbias.to(dtype), mask=(rows < rows_out)[:, None] & (cols < cols_out)[None, :])

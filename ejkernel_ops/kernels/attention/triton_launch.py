@@ -130,7 +130,7 @@ class BiasSums:
 
 
 def _bias(x: _Backward, sums_of_rows: tuple, spec: TritonSpec, tile: Tile) -> jax.Array:
-    """The gradient of a bias in float32, summed over the axes that it broadcasts.
+    """The gradient of a bias, summed over the axes that it broadcasts: as the bias, or in float32 if XLA has to sum.
 
     A program that sums over a length takes one head of one example: there are too few otherwise.
     """
@@ -149,13 +149,13 @@ def _bias(x: _Backward, sums_of_rows: tuple, spec: TritonSpec, tile: Tile) -> ja
         each=tuple(1 if whole else n for n, whole in zip(blocks, long)),
         shape=tuple(n if whole else 1 for n, whole in zip(full, long)),
     )
+    axes = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1 and sums.shape[axis] > 1)
     grid = sums.tiles[0] * sums.tiles[1] * sums.tiles[2] * sums.tiles[3]
     (parts,) = triton_call(
         attention_backward_bias, *x.operands(seen, *sums_of_rows),
-        out_types=[jax.ShapeDtypeStruct(sums.shape, jnp.float32)], grid=(grid,), num_warps=tile.warps,
-        num_stages=tile.stages, name="flash_attention_bwd_bias", spec=spec, sums=sums,
+        out_types=[jax.ShapeDtypeStruct(sums.shape, jnp.float32 if axes else bias.dtype)], grid=(grid,),
+        num_warps=tile.warps, num_stages=tile.stages, name="flash_attention_bwd_bias", spec=spec, sums=sums,
     )  # fmt: skip
-    axes = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1 and sums.shape[axis] > 1)
     return parts.sum(axes, keepdims=True) if axes else parts
 
 

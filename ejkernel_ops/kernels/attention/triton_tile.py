@@ -99,7 +99,7 @@ def mask_words(mask_ptr, rows, num_rows, block, CHECKED: tl.constexpr, BLOCK: tl
     at += (block * BLOCK // 32).to(tl.int64) * spec.mask_strides[2]
     words = (load_rows(at, rows, num_rows, CHECKED),)
     for i in tl.static_range(1, BLOCK // 32):
-        words = words + (load_rows(at + i * spec.mask_strides[2], rows, num_rows, CHECKED),)
+        words = words + (load_rows(at + i * spec.mask_strides[2], rows, num_rows, CHECKED),)  # noqa: RUF005
     return words
 
 
