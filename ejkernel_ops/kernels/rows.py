@@ -1,0 +1,104 @@
+"""What ops on rows share on XLA: chunks of rows that stay in the caches, products, types of sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core.invocation import Invocation
+from ..utils.varying import equally_varying
+
+_CHUNKS = (4096, 1024, 256)
+
+
+def num_rows(x: Any) -> int:
+    """Rows of an array `(..., features)`, at least 1."""
+    return max(1, math.prod(x.shape[:-1]))
+
+
+def flat_rows(x: jax.Array) -> jax.Array:
+    """An array `(..., features)` as `(rows, features)`."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def candidate_rows(x: Any, chunks: Sequence[int] = _CHUNKS) -> list[int]:
+    """All rows at once, and the chunks that are smaller."""
+    rows = num_rows(x)
+    return [rows, *(n for n in chunks if n < rows)]
+
+
+def odd_calls(inv: Invocation, name: str, with_rows: Sequence[str]) -> list[Invocation]:
+    """A call with an odd count of rows, at most 1023, for the check of a winner.
+
+    Args:
+        inv: the call.
+        name: the argument that tells how many rows there are.
+        with_rows: the arguments that have them; all become `(rows, last axis)`.
+    """
+    rows = min(num_rows(inv.arguments[name]), 1024)
+    odd = max(1, rows - 1 if rows % 2 == 0 else rows - 2)
+
+    def resized(name: str, x: Any) -> Any:
+        return jax.ShapeDtypeStruct((odd, x.shape[-1]), x.dtype) if name in with_rows and x is not None else x
+
+    return [inv.like(*map(resized, inv.arguments, inv.args))]
+
+
+def accumulated(*arrays: Any) -> Any:
+    """The type of sums over some arrays: float32, float64 where one of them is."""
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+def product(x: jax.Array, weight: jax.Array, weight_layout: str, dtype: Any, precision: Any) -> jax.Array:
+    """`x @ weight` over the last axis of `x`, sums in `dtype`; `weight` is `(in, out)`, or `(out, in)` with `"oi"`."""
+    contract = ((x.ndim - 1,), (0 if weight_layout == "io" else 1,))
+    return jax.lax.dot_general(x, weight, (contract, ((), ())), precision=precision, preferred_element_type=dtype)
+
+
+def weight_gradient(x: jax.Array, grad: jax.Array, weight_layout: str, dtype: Any, precision: Any) -> jax.Array:
+    """The gradient of `weight` in `x @ weight` from that of the product, both `(rows, features)`."""
+    left, right = (x, grad) if weight_layout == "io" else (grad, x)
+    contract = (((0,), (0,)), ((), ()))
+    return jax.lax.dot_general(left, right, contract, precision=precision, preferred_element_type=dtype)
+
+
+def transposed(weight_layout: str) -> str:
+    """The layout in which a weight is that of the product's transpose."""
+    return "oi" if weight_layout == "io" else "io"
+
+
+def over_rows(fn: Callable[..., tuple[Any, Any]], arrays: Sequence[Any], size: int) -> tuple[Any, Any]:
+    """Applies a function to chunks of rows: its first results joined, its second ones summed over the chunks.
+
+    Args:
+        fn: from a chunk of each array to two trees of arrays; those of the first have the rows of the chunk.
+        arrays: arrays with the same rows first, or `None`.
+        size: rows of a chunk; the last one has what is left.
+
+    Returns:
+        The two trees.
+    """
+    rows = next(a for a in arrays if a is not None).shape[0]
+    if size >= rows:
+        return fn(*arrays)
+    whole = rows // size * size
+    chunks = [None if a is None else a[:whole].reshape(rows // size, size, *a.shape[1:]) for a in arrays]
+
+    def step(total, chunk):
+        joined, part = fn(*chunk)
+        return jax.tree.map(jnp.add, total, part), joined
+
+    start = jax.eval_shape(lambda *c: fn(*c)[1], *[None if c is None else c[0] for c in chunks])
+    given = [a for a in arrays if a is not None]
+    zeros = jax.tree.map(lambda t: equally_varying([jnp.zeros(t.shape, t.dtype)], *given)[0], start)
+    total, joined = jax.lax.scan(step, zeros, chunks)
+    joined = jax.tree.map(lambda a: a.reshape(whole, *a.shape[2:]), joined)
+    if whole < rows:
+        tail = fn(*[None if a is None else a[whole:] for a in arrays])
+        joined = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), joined, tail[0])
+        total = jax.tree.map(jnp.add, total, tail[1])
+    return joined, total
