@@ -6,13 +6,14 @@ import dataclasses
 
 from .errors import ConfigError
 
+MOST = 1 << 20  # of a block
 _LIMITS = {"num_warps": 32, "num_stages": 16, "num_warps_mn": 32, "num_stages_mn": 16}
 
 
 def _check(params: FwdParams | BwdParams) -> None:
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
-        limit = _LIMITS.get(field.name, 1 << 20)
+        limit = _LIMITS.get(field.name, MOST)
         if value is None:
             continue
         if type(value) is not int or not 1 <= value <= limit:

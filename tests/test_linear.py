@@ -191,3 +191,9 @@ def test_a_bad_argument_is_refused_by_name_with_what_came_and_what_was_expected(
     with pytest.raises(error) as caught:
         jax.jit(lambda arrays: linear(**arrays, **options)).lower(arrays)
     assert all(word in str(caught.value) for word in [name, *words]), str(caught.value)
+
+
+def test_more_rows_than_a_block_may_have_are_taken():
+    """A block is at most 2**20 rows: more rows at once would be no config."""
+    lowered = jax.jit(jax.grad(lambda x: linear(x, jnp.ones((1, 1))).sum())).lower(ones((1 << 20) + 1, 1))
+    assert lowered.out_info.shape == ((1 << 20) + 1, 1)

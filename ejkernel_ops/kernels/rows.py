@@ -2,17 +2,76 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from ..core.invocation import Invocation
+from ..core.kernel import Kernel
+from ..params import MOST, BwdParams, FwdParams
 from ..utils.varying import equally_varying
 
-_CHUNKS = (4096, 1024, 256)
+
+class RowKernel(Kernel):
+    """A kernel over rows `(..., features)` whose one parameter on XLA is the rows of a chunk, `blocksize_m`.
+
+    Attributes:
+        direction: `"fwd"` or `"bwd"`, the part of the op's config that is its own.
+        with_rows: the names of the arguments that have rows; the first one tells how many.
+        chunks: rows of a chunk that tuning tries besides all rows.
+    """
+
+    direction: ClassVar[str] = "fwd"
+    with_rows: ClassVar[tuple[str, ...]] = ("x",)
+    chunks: ClassVar[tuple[int, ...]] = (4096, 1024, 256)
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "fields" not in vars(cls):
+            cls.fields = {"xla": (f"{cls.direction}.blocksize_m",)}
+
+    def narrow(self, cfg: Any) -> Any:
+        """The part of an op's config that is of this direction."""
+        return dataclasses.replace(cfg, **{"bwd" if self.direction == "fwd" else "fwd": None})
+
+    def chunk(self, cfg: Any) -> int:
+        """The rows of a chunk."""
+        return getattr(cfg, self.direction).blocksize_m
+
+    def config(self, rows: int) -> Any:
+        """The config of a number of rows."""
+        params = FwdParams if self.direction == "fwd" else BwdParams
+        return self.config_cls(backend="xla", **{self.direction: params(blocksize_m=min(rows, MOST))})  # type: ignore[misc]
+
+    def heuristic_cfg(self, inv: Invocation) -> Any:
+        """All rows at once: what XLA makes of the plain expression is hard to beat, and shards stay whole."""
+        return self.config(num_rows(inv.arguments[self.with_rows[0]]))
+
+    def candidate_cfgs(self, inv: Invocation) -> list[Any]:
+        """All rows at once, and chunks."""
+        rows = num_rows(inv.arguments[self.with_rows[0]])
+        return [self.config(n) for n in (rows, *(n for n in self.chunks if n < rows))]
+
+    def illegal(self, inv: Invocation, cfg: Any) -> str | None:
+        """A missing chunk; every other one is legal, for it is cut to the rows."""
+        params = getattr(cfg, self.direction)
+        return None if params is not None and params.blocksize_m is not None else "blocksize_m is missing"
+
+    def odd_calls(self, inv: Invocation) -> list[Invocation]:
+        """One with an odd count of rows, at most 1023."""
+        rows = min(num_rows(inv.arguments[self.with_rows[0]]), 1024)
+        odd = max(1, rows - 1 if rows % 2 == 0 else rows - 2)
+
+        def resized(name: str, x: Any) -> Any:
+            if name not in self.with_rows or x is None:
+                return x
+            return jax.ShapeDtypeStruct((odd, x.shape[-1]), x.dtype)
+
+        return [inv.like(*map(resized, inv.arguments, inv.args))]
 
 
 def num_rows(x: Any) -> int:
@@ -23,29 +82,6 @@ def num_rows(x: Any) -> int:
 def flat_rows(x: jax.Array) -> jax.Array:
     """An array `(..., features)` as `(rows, features)`."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def candidate_rows(x: Any, chunks: Sequence[int] = _CHUNKS) -> list[int]:
-    """All rows at once, and the chunks that are smaller."""
-    rows = num_rows(x)
-    return [rows, *(n for n in chunks if n < rows)]
-
-
-def odd_calls(inv: Invocation, name: str, with_rows: Sequence[str]) -> list[Invocation]:
-    """A call with an odd count of rows, at most 1023, for the check of a winner.
-
-    Args:
-        inv: the call.
-        name: the argument that tells how many rows there are.
-        with_rows: the arguments that have them; all become `(rows, last axis)`.
-    """
-    rows = min(num_rows(inv.arguments[name]), 1024)
-    odd = max(1, rows - 1 if rows % 2 == 0 else rows - 2)
-
-    def resized(name: str, x: Any) -> Any:
-        return jax.ShapeDtypeStruct((odd, x.shape[-1]), x.dtype) if name in with_rows and x is not None else x
-
-    return [inv.like(*map(resized, inv.arguments, inv.args))]
 
 
 def accumulated(*arrays: Any) -> Any:

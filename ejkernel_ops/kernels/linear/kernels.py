@@ -7,24 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ...core.invocation import Invocation
-from ...core.kernel import Kernel, random_array
-from ...params import BwdParams, FwdParams
 from ..activations import ACTIVATIONS, derivative
 from ..config import OpConfig
-from ..rows import (
-    accumulated,
-    candidate_rows,
-    flat_rows,
-    num_rows,
-    odd_calls,
-    over_rows,
-    product,
-    transposed,
-    weight_gradient,
-)
+from ..rows import RowKernel, accumulated, flat_rows, num_rows, over_rows, product, transposed, weight_gradient
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,43 +26,20 @@ class LinearConfig(OpConfig):
         ConfigError: a field of the wrong type, or an unknown back end.
 
     Example:
+        >>> from ejkernel_ops import FwdParams
         >>> LinearConfig(fwd=FwdParams(blocksize_m=512)).fwd.blocksize_m
         512
     """
 
 
-class LinearBackward(Kernel):
+class LinearBackward(RowKernel):
     """Gradients of a linear map with bias and activation."""
 
     name = "linear_bwd"
     config_cls = LinearConfig
-    fields = {"xla": ("bwd.blocksize_m",)}
+    direction = "bwd"
+    with_rows = ("x", "out", "preact", "dout", "dpreact")
     lazy_cotangents = True
-
-    def narrow(self, cfg: LinearConfig) -> LinearConfig:
-        """The backward part of an op's config."""
-        return dataclasses.replace(cfg, fwd=None)
-
-    def heuristic_cfg(self, inv: Invocation) -> LinearConfig:
-        """All rows at once: XLA's products are hard to beat, and shards stay whole."""
-        return LinearConfig(backend="xla", bwd=BwdParams(blocksize_m=num_rows(inv.arguments["x"])))
-
-    def candidate_cfgs(self, inv: Invocation) -> list[LinearConfig]:
-        """All rows at once, and chunks."""
-        rows = candidate_rows(inv.arguments["x"])
-        return [LinearConfig(backend="xla", bwd=BwdParams(blocksize_m=n)) for n in rows]
-
-    def illegal(self, inv: Invocation, cfg: LinearConfig) -> str | None:
-        """A missing tile; every other one is legal, for it is cut to the rows."""
-        return None if cfg.bwd is not None and cfg.bwd.blocksize_m is not None else "blocksize_m is missing"
-
-    def odd_calls(self, inv: Invocation) -> list[Invocation]:
-        """One with an odd count of rows."""
-        return odd_calls(inv, "x", ("x", "out", "preact", "dout", "dpreact"))
-
-    def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
-        """Random operands; the saved activation input is random too, for it is only differentiated at."""
-        return [random_array(rng, leaf) for leaf in inv.operands]
 
     def run_xla(
         self,
@@ -113,39 +76,17 @@ class LinearBackward(Kernel):
             return dx, (dw, grad.sum(0) if need_b else None)
 
         flat = [None if a is None else flat_rows(a) for a in (x, preact, dout, dpreact)]
-        dx, (dw, db) = over_rows(gradients, flat, cfg.bwd.blocksize_m)
+        dx, (dw, db) = over_rows(gradients, flat, self.chunk(cfg))
         return None if dx is None else dx.reshape(x.shape), dw, db
 
 
-class LinearForward(Kernel):
+class LinearForward(RowKernel):
     """A linear map over the last axis, with bias and activation; also the activation's input, for the backward."""
 
     name = "linear"
     config_cls = LinearConfig
-    fields = {"xla": ("fwd.blocksize_m",)}
     rows, out_rows = (True, False, False), (True, True)
     backward = LinearBackward()
-
-    def narrow(self, cfg: LinearConfig) -> LinearConfig:
-        """The forward part of an op's config."""
-        return dataclasses.replace(cfg, bwd=None)
-
-    def heuristic_cfg(self, inv: Invocation) -> LinearConfig:
-        """All rows at once: XLA's products are hard to beat, and shards stay whole."""
-        return LinearConfig(backend="xla", fwd=FwdParams(blocksize_m=num_rows(inv.arguments["x"])))
-
-    def candidate_cfgs(self, inv: Invocation) -> list[LinearConfig]:
-        """All rows at once, and chunks."""
-        rows = candidate_rows(inv.arguments["x"])
-        return [LinearConfig(backend="xla", fwd=FwdParams(blocksize_m=n)) for n in rows]
-
-    def illegal(self, inv: Invocation, cfg: LinearConfig) -> str | None:
-        """A missing tile; every other one is legal, for it is cut to the rows."""
-        return None if cfg.fwd is not None and cfg.fwd.blocksize_m is not None else "blocksize_m is missing"
-
-    def odd_calls(self, inv: Invocation) -> list[Invocation]:
-        """One with an odd count of rows."""
-        return odd_calls(inv, "x", ("x",))
 
     def out_like(self, x, weight, bias, *, activation, weight_layout, out_dtype, precision):
         """Types of output and saved activation input."""
@@ -167,8 +108,8 @@ class LinearForward(Kernel):
                 return (saved, None), ()
             return (ACTIVATIONS[activation](preact).astype(out_dtype), saved), ()
 
-        size = min(cfg.fwd.blocksize_m, num_rows(x))
-        if size == num_rows(x):
+        size = self.chunk(cfg)
+        if size >= num_rows(x):
             return chunk(x)[0]
         outs, _ = over_rows(chunk, [flat_rows(x)], size)
         return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], a.shape[-1]), outs)
