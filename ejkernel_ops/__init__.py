@@ -37,8 +37,10 @@ from .execution.tuning import Autotuner as Autotuner
 from .execution.tuning import autotune as autotune
 from .kernels import AttentionConfig as AttentionConfig
 from .kernels import LinearConfig as LinearConfig
+from .kernels import LinearCrossEntropyConfig as LinearCrossEntropyConfig
 from .kernels import flash_attention as flash_attention
 from .kernels import linear as linear
+from .kernels import linear_cross_entropy as linear_cross_entropy
 from .params import BwdParams as BwdParams
 from .params import FwdParams as FwdParams
 from .registry import clear_invocations as clear_invocations

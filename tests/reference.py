@@ -1,4 +1,4 @@
-"""Attention and linear maps in NumPy as documented, with hand-written gradients, and the rules that judge a kernel.
+"""The ops in NumPy as documented, with hand-written gradients, and the rules that judge a kernel.
 
 Each runs the same formulas in two ways: exactly, in float64 (long double for float64 inputs), and as a plain program
 in the type of the inputs would: softmax and sums in float32, but probabilities, products and results rounded as they
@@ -163,6 +163,57 @@ def linear(
         "bias": flat_d.sum(0),
     }
     return {"out": rounded(value, out_dtype)} | {n: rounded(gradients[n], a.dtype) for n, a in arrays.items()}
+
+
+def linear_cross_entropy(
+    arrays: dict[str, Any],
+    labels: Any,
+    *,
+    dout: Any = 1.0,
+    logits_soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    weight_layout: str = "io",
+    plain: bool = False,
+) -> dict[str, np.ndarray]:
+    """The loss as `out`, and the gradients of `hidden`, `weight`, `bias` and `token_weights`."""
+    arrays, labels = {name: np.asarray(x) for name, x in arrays.items()}, np.asarray(labels)
+    dtype = np.promote_types(arrays["hidden"].dtype, arrays["weight"].dtype)
+    rounded, work = _arithmetic(dtype, plain)
+    hidden, weight = (arrays[n].astype(work) for n in ("hidden", "weight"))
+    weight = weight if weight_layout == "io" else weight.T
+    shape, vocab = labels.shape, weight.shape[1]
+    hidden, labels = hidden.reshape(-1, weight.shape[0]), labels.reshape(-1)
+    counted = labels != ignore_index
+    hidden = np.where(counted[:, None], hidden, 0)
+    hit = (labels[:, None] == np.arange(vocab)) & counted[:, None]
+    raw = hidden @ weight + (arrays["bias"].astype(work) if "bias" in arrays else 0)
+    logits = raw if logits_soft_cap is None else logits_soft_cap * np.tanh(raw / logits_soft_cap)
+    top = logits.max(1, keepdims=True)
+    lse = np.log(np.exp(logits - top).sum(1, keepdims=True)) + top
+    target = (1 - label_smoothing) * hit + label_smoothing / vocab
+    losses = np.where(counted, (lse - (target * logits).sum(1, keepdims=True) + z_loss * lse**2)[:, 0], 0)
+    weights = np.where(counted, arrays["token_weights"].astype(work).reshape(-1) if "token_weights" in arrays else 1, 0)
+    total = weights.sum() if reduction == "mean" and weights.sum() else work(1)
+    each = losses * weights / total
+    dout = np.broadcast_to(np.asarray(dout).astype(work).reshape(-1), labels.shape)
+    scale = np.where(counted, dout * weights / total, 0)[:, None]
+    dlogits = scale * (np.exp(logits - lse) * (1 + 2 * z_loss * lse) - target)
+    if logits_soft_cap is not None:
+        dlogits = dlogits * (1 - (logits / logits_soft_cap) ** 2)
+    low = rounded(dlogits)
+    dweight = hidden.T @ low
+    mean = (losses * weights).sum() / total if reduction == "mean" else 0
+    gradients = {
+        "hidden": (low @ weight.T).reshape(*shape, -1),
+        "weight": dweight if weight_layout == "io" else dweight.T,
+        "bias": dlogits.sum(0),
+        "token_weights": (np.where(counted, dout * (losses - mean) / total, 0)).reshape(shape),
+    }
+    out = each.reshape(shape) if reduction == "none" else each.sum()
+    return {"out": out} | {n: rounded(gradients[n], a.dtype) for n, a in arrays.items()}
 
 
 def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

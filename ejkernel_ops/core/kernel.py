@@ -69,6 +69,9 @@ class Kernel(Generic[Cfg, Out]):
         out_rows: the same for each output.
         residual_rows: the same for each residual; `None`: unknown, so `vmap` of a gradient loops.
         fields: for each back end, the dotted names of the config fields that it reads; `None`: any.
+        tune_with_backward: whether a call that is differentiated is tuned with its backward: configs are checked by
+            output and gradients, and timed by both, the backward with its heuristic config. For what a forward does in
+            the backward's place.
 
     Raises:
         ConfigError: a malformed name or version, another class that has the same name and version, or a gradient
@@ -94,6 +97,7 @@ class Kernel(Generic[Cfg, Out]):
     out_rows: ClassVar[tuple[bool | str, ...] | None] = None
     residual_rows: ClassVar[tuple[bool | str, ...] | None] = None
     fields: ClassVar[dict[str, tuple[str, ...]] | None] = None
+    tune_with_backward: ClassVar[bool] = False
 
     def __init__(self, name: str | None = None, version: str | None = None, *, op_id: str | None = None):
         if name is not None and op_id is not None and name != op_id:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..config.selection import heuristic
-from ..core.call import Call, call_like
+from ..core.call import Call, backward_call, call_like
 from ..core.invocation import Invocation
 from ..core.kernel import is_float
-from ..core.primitive import execute
+from ..core.primitive import execute, output_tree
 from ..utils.fingerprint import platform_kind
 
 # The slack beside the error of the plain path: another order of float32 sums, relative to the output's size.
@@ -31,9 +31,25 @@ def call_of(inv: Invocation) -> Call:
 
 
 def program(inv: Invocation, cfg: Any) -> Callable[..., list[Any]]:
-    """A call with a given config as a function of its operands."""
+    """A call with a given config as a function of its operands; with its backward, if they are tuned together."""
     call = call_of(inv)
+    if call.residuals and call.kernel.tune_with_backward:
+        return lambda *operands: _with_backward(call, cfg, operands, inv.platform)
     return lambda *operands: execute(call, cfg, operands, inv.platform)
+
+
+def _with_backward(call: Call, cfg: Any, operands: Sequence[Any], platform: str | None) -> list[Any]:
+    """Outputs of a call, and the gradients of all its float operands for cotangents of ones; residuals are its own."""
+    outs = execute(call, cfg, operands, platform)
+    tree = output_tree(call, operands)
+    own = tree.children()[0].num_leaves
+    cotangents = [jnp.ones_like(out) if is_float(out) else None for out in outs[:own]] + [None] * (len(outs) - own)
+    back, arrays = backward_call(
+        call, operands, jax.tree.unflatten(tree, outs), jax.tree.unflatten(tree, cotangents),
+        tuple(map(is_float, operands)), (None,) * (len(outs) + sum(ct is not None for ct in cotangents)),
+    )  # fmt: skip
+    found = execute(back, heuristic(back.invocation(arrays, platform)), arrays, platform)
+    return [*outs[:own], *found]
 
 
 def gradients(inv: Invocation, cfg: Any) -> Callable[..., list[Any]]:

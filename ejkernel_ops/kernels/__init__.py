@@ -8,3 +8,7 @@ from .linear import LINEAR as LINEAR
 from .linear import LINEAR_BWD as LINEAR_BWD
 from .linear import LinearConfig as LinearConfig
 from .linear import linear as linear
+from .linear_cross_entropy import LINEAR_CROSS_ENTROPY as LINEAR_CROSS_ENTROPY
+from .linear_cross_entropy import LINEAR_CROSS_ENTROPY_BWD as LINEAR_CROSS_ENTROPY_BWD
+from .linear_cross_entropy import LinearCrossEntropyConfig as LinearCrossEntropyConfig
+from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy

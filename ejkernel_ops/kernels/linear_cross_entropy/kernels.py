@@ -1,0 +1,367 @@
+"""The two kernels of a linear map's cross-entropy on XLA: chunks of rows, and of the vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.invocation import Invocation
+from ...core.kernel import Kernel, random_array
+from ...errors import ConfigError
+from ...params import BwdParams, FwdParams
+from ...utils.fingerprint import platform_kind
+from ...utils.varying import equally_varying
+from ..config import OpConfig
+from ..rows import accumulated, over_rows, product, transposed, weight_gradient
+from .loss import IGNORED, Loss, Sums
+
+_LOGITS = {"cpu": 1 << 23, "gpu": 1 << 26, "tpu": 1 << 26}  # held at once: 32 and 256 MiB of float32
+_FEWEST = 512  # columns of a chunk
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearCrossEntropyConfig(OpConfig):
+    """Back end and chunks of `linear_cross_entropy`; a field left `None` inherits.
+
+    Args:
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which the op has `"xla"` so far.
+        fwd: `blocksize_m` rows by `blocksize_n` entries of the vocabulary: the logits that the forward holds.
+        bwd: the same of the backward, where it computes logits again.
+        recompute: whether the backward computes logits again, or the forward makes the gradients, which takes one
+            product less, and chunks of the whole vocabulary.
+
+    Raises:
+        ConfigError: a field of the wrong type, or an unknown back end.
+
+    Example:
+        >>> LinearCrossEntropyConfig(recompute=False).recompute
+        False
+    """
+
+    recompute: bool | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.recompute, (bool, type(None))):
+            raise ConfigError(f"recompute is {self.recompute!r}; expected None, True or False")
+
+
+def _sizes(inv: Invocation) -> tuple[int, int]:
+    """Rows, and entries of the vocabulary."""
+    hidden, weight, loss = (inv.arguments[name] for name in ("hidden", "weight", "loss"))
+    return max(1, hidden.shape[0]), weight.shape[loss.vocab_axis]
+
+
+def _held(inv: Invocation) -> int:
+    return _LOGITS[platform_kind(inv.platform)]
+
+
+def _below(most: int) -> int:
+    """The greatest power of two that is no more."""
+    return 1 << max(0, most.bit_length() - 1)
+
+
+def _row_chunks(inv: Invocation) -> list[int]:
+    """Rows of chunks of the whole vocabulary, the greatest first."""
+    rows, vocab = _sizes(inv)
+    most = _below(_held(inv) // vocab)
+    return [min(rows, most), *(n for n in (most // 2, most // 4) if 16 <= n < rows)]
+
+
+def _tiles(inv: Invocation) -> list[tuple[int, int]]:
+    """Rows and entries of chunks that hold the most logits, those of most rows first."""
+    rows, vocab = _sizes(inv)
+    most = min(rows, _held(inv) // _FEWEST)
+    heights = [most, *(n for n in (most // 4, most // 16) if n >= 16)]
+    return [(m, min(vocab, max(_FEWEST, _below(_held(inv) // m)))) for m in heights]
+
+
+def _missing(params: Any) -> str | None:
+    missing = [n for n in ("blocksize_m", "blocksize_n") if params is None or getattr(params, n) is None]
+    return f"{' and '.join(missing)} missing" if missing else None
+
+
+def _odd_calls(inv: Invocation, with_rows: tuple[str, ...]) -> list[Invocation]:
+    """The call with an odd count of rows, at most 127."""
+    rows = max(1, min(_sizes(inv)[0], 128) - 1)
+
+    def resized(name: str, value: Any) -> Any:
+        if name not in with_rows:
+            return value
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), value)
+
+    return [inv.like(*map(resized, inv.arguments, inv.args))]
+
+
+def _inputs(inv: Invocation, rng: np.random.Generator) -> list[Any]:
+    """Hidden states, weights of logits near 1, labels of which some are ignored, bias, coefficients of a mean."""
+    rows, vocab = _sizes(inv)
+    made = dict.fromkeys(inv.arguments)
+    for name in ("hidden", "weight", "bias", "coefficients"):
+        if (like := inv.arguments[name]) is not None:
+            made[name] = random_array(rng, like)
+    made["weight"] = made["weight"] / np.sqrt(max(1, inv.arguments["hidden"].shape[1]))
+    labels = rng.integers(0, vocab, rows)
+    made["labels"] = jnp.asarray(np.where(rng.random(rows) < 0.1, IGNORED, labels), jnp.int32)[
+        : inv.arguments["labels"].shape[0]
+    ]
+    made["coefficients"] = jnp.where(made["labels"] == IGNORED, 0.0, 1.0 / rows)
+    return [x.astype(inv.arguments[n].dtype) for n, x in made.items() if x is not None]
+
+
+# Chunks
+
+
+def _over_vocabulary(step: Callable[[Any, Any, int], Any], carry: Any, vocab: int, size: int) -> Any:
+    """`carry = step(carry, first, size)` for chunks of the vocabulary; the last one has what is left."""
+    size = min(size, vocab)
+    count = vocab // size
+    if count == 1:
+        carry = step(carry, 0, size)
+    else:
+        carry = jax.lax.scan(lambda carry, i: (step(carry, i * size, size), None), carry, jnp.arange(count))[0]
+    return step(carry, count * size, vocab % size) if vocab % size else carry
+
+
+def _columns(weight: jax.Array, bias: Any, first: Any, size: int, axis: int) -> tuple[jax.Array, Any]:
+    """Weight and bias of some entries of the vocabulary."""
+    if weight.shape[axis] == size:
+        return weight, bias
+    part = jax.lax.dynamic_slice_in_dim(weight, first, size, axis)
+    return part, None if bias is None else jax.lax.dynamic_slice_in_dim(bias, first, size)
+
+
+def _only_counted(hidden: jax.Array, labels: jax.Array) -> jax.Array:
+    """Zeros in ignored rows: what they hold must reach nothing."""
+    return jnp.where((labels == IGNORED)[:, None], 0, hidden)
+
+
+def _sums(hidden: Any, weight: Any, bias: Any, labels: Any, loss: Loss, size: int, precision: Any) -> Sums:
+    """The sums of rows over chunks of the vocabulary."""
+
+    def step(sums: Sums, first: Any, size: int) -> Sums:
+        part = _columns(weight, bias, first, size, loss.vocab_axis)
+        return sums.plus(loss.logits(hidden, *part, precision), labels, first)
+
+    start = Sums.none(hidden.shape[0], accumulated(hidden, weight))
+    given = [x for x in (hidden, weight, bias, labels) if x is not None]
+    start = jax.tree.map(lambda x: equally_varying([x], *given)[0], start)
+    return _over_vocabulary(step, start, weight.shape[loss.vocab_axis], size)
+
+
+def _reduced(losses: jax.Array, coefficients: jax.Array, reduce: bool) -> jax.Array:
+    weighted = losses * coefficients.astype(losses.dtype)
+    return weighted.sum() if reduce else weighted
+
+
+class LinearCrossEntropyBackward(Kernel):
+    """Gradients of hidden states, weight, bias and coefficients: those that the forward made, or made here."""
+
+    name = "linear_cross_entropy_bwd"
+    config_cls = LinearCrossEntropyConfig
+    fields = {"xla": ("bwd.blocksize_m", "bwd.blocksize_n")}
+
+    def narrow(self, cfg: LinearCrossEntropyConfig) -> LinearCrossEntropyConfig:
+        """The backward part of an op's config."""
+        return dataclasses.replace(cfg, fwd=None, recompute=None)
+
+    def candidate_cfgs(self, inv: Invocation) -> list[LinearCrossEntropyConfig]:
+        """All rows, and chunks of the vocabulary."""
+        tiles = [BwdParams(blocksize_m=m, blocksize_n=n) for m, n in _tiles(inv)]
+        return [LinearCrossEntropyConfig(backend="xla", bwd=tile) for tile in tiles]
+
+    def heuristic_cfg(self, inv: Invocation) -> LinearCrossEntropyConfig:
+        """The greatest chunks."""
+        return self.candidate_cfgs(inv)[0]
+
+    def illegal(self, inv: Invocation, cfg: LinearCrossEntropyConfig) -> str | None:
+        """A missing chunk; every other one is legal, for it is cut to the sizes."""
+        return _missing(cfg.bwd)
+
+    def odd_calls(self, inv: Invocation) -> list[Invocation]:
+        """None: gradients that the forward made have the shapes of its operands."""
+        return []
+
+    def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
+        """Operands, the statistics of the forward, and no gradients: those are made here."""
+        operands = _inputs(inv, rng)
+        names = [n for n in ("hidden", "weight", "labels", "bias", "coefficients") if inv.arguments[n] is not None]
+        given = dict(zip(names, operands))
+        loss, vocab = inv.arguments["loss"], _sizes(inv)[1]
+        hidden = _only_counted(given["hidden"], given["labels"])
+        sums = jax.jit(lambda *x: _sums(*x, loss, _tiles(inv)[0][1], inv.arguments["precision"]))(
+            hidden, given["weight"], given.get("bias"), given["labels"]
+        )
+        losses = loss.losses(given["labels"], sums, vocab)
+        out = _reduced(losses, given["coefficients"], inv.arguments["reduce"])
+        gradients = inv.arguments["residuals"][1]
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), gradients)
+        dout = random_array(rng, inv.arguments["dout"])
+        return jax.tree.leaves((operands, out, ((sums, losses), zeros, jnp.zeros((), bool)), dout))
+
+    def run_xla(
+        self, hidden, weight, labels, bias, coefficients, out, residuals, dout, *, cfg, needs, loss, reduce, precision
+    ):  # fmt: skip
+        """Scales what the forward made, or computes logits again, chunk by chunk."""
+        need_h, need_w, _, need_b, need_c = (bool(n) for n in needs)
+        (sums, losses), gradients, made = residuals
+        dcoefficients = losses * dout if need_c else None
+        wanted = need_h, need_w, need_b
+
+        def scaled(_):
+            types = (None if x is None else x.dtype for x in (hidden, weight, bias))
+            return [(dout * x).astype(t) if need else None for need, x, t in zip(wanted, gradients, types)]
+
+        def again(_):
+            scale = coefficients.astype(losses.dtype) * dout
+            return self._again(hidden, weight, bias, labels, sums, scale, cfg.bwd, wanted, loss, precision)
+
+        if not any(wanted):
+            found = [None] * 3
+        elif reduce:
+            found = jax.lax.cond(made, scaled, again, None)
+        else:
+            found = again(None)
+        dh, dw, db = found
+        return dh, dw, None, db, dcoefficients
+
+    def _again(self, hidden, weight, bias, labels, sums, scale, tile, wanted, loss, precision):
+        need_h, need_w, need_b = wanted
+        dtype, vocab = accumulated(hidden, weight), weight.shape[loss.vocab_axis]
+        held = weight.dtype if tile.blocksize_m >= hidden.shape[0] else dtype  # of one chunk the gradient itself
+
+        def chunk(hidden, labels, scale, *statistics):
+            hidden, sums = _only_counted(hidden, labels), Sums(*statistics)
+
+            def step(carry, first, size):
+                dh, dw, db = carry
+                w, b = _columns(weight, bias, first, size, loss.vocab_axis)
+                logits = loss.logits(hidden, w, b, precision)
+                grad = loss.gradient(logits, labels, sums, scale, first, vocab)
+                low = grad.astype(hidden.dtype)
+                if need_h:
+                    dh = dh + product(low, w, transposed(loss.weight_layout), dtype, precision)
+                if need_w:
+                    part = weight_gradient(hidden, low, loss.weight_layout, dtype, precision).astype(held)
+                    dw = jax.lax.dynamic_update_slice_in_dim(dw, part, first, loss.vocab_axis)
+                if need_b:
+                    db = jax.lax.dynamic_update_slice_in_dim(db, grad.sum(0), first, 0)
+                return dh, dw, db
+
+            zeros = (
+                jnp.zeros(hidden.shape, dtype) if need_h else None,
+                jnp.zeros(weight.shape, held) if need_w else None,
+                jnp.zeros(vocab, dtype) if need_b else None,
+            )
+            given = [x for x in (hidden, weight, bias, labels, scale) if x is not None]
+            zeros = jax.tree.map(lambda x: equally_varying([x], *given)[0], zeros)
+            dh, dw, db = _over_vocabulary(step, zeros, vocab, tile.blocksize_n)
+            return None if dh is None else dh.astype(hidden.dtype), (dw, db)
+
+        dh, (dw, db) = over_rows(chunk, [hidden, labels, scale, *jax.tree.leaves(sums)], tile.blocksize_m)
+        return [dh, None if dw is None else dw.astype(weight.dtype), None if db is None else db.astype(bias.dtype)]
+
+
+class LinearCrossEntropyForward(Kernel):
+    """Cross-entropy of a linear map's logits, summed with coefficients or not."""
+
+    name = "linear_cross_entropy"
+    config_cls = LinearCrossEntropyConfig
+    fields = {"xla": ("fwd.blocksize_m", "fwd.blocksize_n", "recompute")}
+    backward = LinearCrossEntropyBackward()
+    tune_with_backward = True
+
+    def narrow(self, cfg: LinearCrossEntropyConfig) -> LinearCrossEntropyConfig:
+        """The forward part of an op's config."""
+        return dataclasses.replace(cfg, bwd=None)
+
+    def candidate_cfgs(self, inv: Invocation) -> list[LinearCrossEntropyConfig]:
+        """Gradients made in the forward, from chunks of rows, where there may be; else chunks of the vocabulary."""
+        here = _row_chunks(inv) if inv.residuals and inv.arguments["reduce"] else []
+        vocab = _sizes(inv)[1]
+        tiles = [(m, vocab, False) for m in here] + [(*tile, True) for tile in _tiles(inv)]
+        return [
+            LinearCrossEntropyConfig(backend="xla", fwd=FwdParams(blocksize_m=m, blocksize_n=n), recompute=recompute)
+            for m, n, recompute in tiles
+        ]
+
+    def heuristic_cfg(self, inv: Invocation) -> LinearCrossEntropyConfig:
+        """Gradients made in the forward where there may be, the greatest chunks."""
+        return self.candidate_cfgs(inv)[0]
+
+    def illegal(self, inv: Invocation, cfg: LinearCrossEntropyConfig) -> str | None:
+        """A missing chunk, or gradients in the forward where there can be none."""
+        if cfg.recompute is None:
+            return "recompute is missing"
+        if not cfg.recompute and not inv.arguments["reduce"]:
+            return "without a reduction gradients wait for the cotangents: recompute=False cannot make them before"
+        if not cfg.recompute and inv.residuals and cfg.fwd is not None and cfg.fwd.blocksize_n is not None:
+            if cfg.fwd.blocksize_n < (vocab := _sizes(inv)[1]):
+                return f"recompute=False takes chunks of the whole vocabulary, blocksize_n={vocab}"
+        return _missing(cfg.fwd)
+
+    def odd_calls(self, inv: Invocation) -> list[Invocation]:
+        """One with an odd count of rows."""
+        return _odd_calls(inv, ("hidden", "labels", "coefficients"))
+
+    def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
+        """Operands with valid labels."""
+        return _inputs(inv, rng)
+
+    def out_like(self, hidden, weight, labels, bias, coefficients, *, loss, reduce, precision):
+        """Type of the loss."""
+        return _reduced(coefficients.astype(accumulated(hidden, weight)), coefficients, reduce)
+
+    def run_xla(self, hidden, weight, labels, bias, coefficients, *, cfg, loss, reduce, precision):
+        """Chunks of rows and of the vocabulary: the loss alone."""
+        losses = self._statistics(hidden, weight, labels, bias, cfg.fwd, loss, precision)[1]
+        return _reduced(losses, coefficients, reduce)
+
+    def fwd_with_residuals_xla(self, hidden, weight, labels, bias, coefficients, *, cfg, loss, reduce, precision):
+        """The loss, the statistics of the rows, and the gradients, if they are made here."""
+        if cfg.recompute:
+            sums, losses = self._statistics(hidden, weight, labels, bias, cfg.fwd, loss, precision)
+            like = accumulated(hidden, weight)
+            gradients = [jnp.zeros(x.shape, like) if reduce and x is not None else None for x in (hidden, weight, bias)]
+        else:
+            (sums, losses), gradients = self._with_gradients(
+                hidden, weight, labels, bias, coefficients, cfg.fwd, loss, precision
+            )
+        made = jnp.asarray(not cfg.recompute)
+        return _reduced(losses, coefficients, reduce), ((sums, losses), tuple(gradients), made)
+
+    def _statistics(self, hidden, weight, labels, bias, tile, loss, precision):
+        vocab = weight.shape[loss.vocab_axis]
+
+        def chunk(hidden, labels):
+            sums = _sums(_only_counted(hidden, labels), weight, bias, labels, loss, tile.blocksize_n, precision)
+            return (sums, loss.losses(labels, sums, vocab)), ()
+
+        return over_rows(chunk, [hidden, labels], tile.blocksize_m)[0]
+
+    def _with_gradients(self, hidden, weight, labels, bias, coefficients, tile, loss, precision):
+        dtype, vocab = accumulated(hidden, weight), weight.shape[loss.vocab_axis]
+
+        def chunk(hidden, labels, scale):
+            hidden = _only_counted(hidden, labels)
+            logits = loss.logits(hidden, weight, bias, precision)
+            sums = Sums.none(hidden.shape[0], dtype).plus(logits, labels, 0)
+            losses = loss.losses(labels, sums, vocab)
+            grad = loss.gradient(logits, labels, sums, scale, 0, vocab)
+            low = grad.astype(hidden.dtype)
+            dh = product(low, weight, transposed(loss.weight_layout), dtype, precision)
+            dw = weight_gradient(hidden, low, loss.weight_layout, dtype, precision)
+            return (sums, losses, dh), (dw, None if bias is None else grad.sum(0))
+
+        scale = coefficients.astype(dtype)
+        (sums, losses, dh), (dw, db) = over_rows(chunk, [hidden, labels, scale], tile.blocksize_m)
+        return (sums, losses), (dh, dw, db)
+
+
+LINEAR_CROSS_ENTROPY = LinearCrossEntropyForward()
+LINEAR_CROSS_ENTROPY_BWD = LinearCrossEntropyForward.backward

@@ -1,0 +1,183 @@
+"""`linear_cross_entropy`: checks its arguments, puts them in canonical form, calls the kernel."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int
+
+from ...errors import UnsupportedError
+from ...execution.executor import default_executor
+from ..config import as_array, canonical_precision, explicit_config
+from ..rows import accumulated, flat_rows
+from .kernels import LINEAR_CROSS_ENTROPY, LinearCrossEntropyConfig
+from .loss import IGNORED, Loss
+
+
+def linear_cross_entropy(
+    hidden: Float[Array, "*rows features"],
+    weight: Float[Array, "features vocab"],
+    labels: Int[Array, "*rows"],
+    *,
+    bias: Float[Array, "vocab"] | None = None,  # noqa: F821
+    token_weights: Float[Array, "*rows"] | None = None,
+    logits_soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    weight_layout: str = "io",
+    vocab_axis: str | None = None,
+    precision: Any = None,
+    config: LinearCrossEntropyConfig | None = None,
+    backend: str | None = None,
+    cfg: LinearCrossEntropyConfig | None = None,
+) -> Float[Array, ""] | Float[Array, "*rows"]:
+    """Cross-entropy of `hidden @ weight + bias` with labels, without ever holding all logits.
+
+    With `logits = soft_cap * tanh((hidden @ weight + bias) / soft_cap)`, and `lse` their log-sum-exp, the loss of a
+    token is `lse - (1 - label_smoothing) * logits[label] - label_smoothing * mean(logits) + z_loss * lse**2`. Logits
+    and all that follows are float32 (float64 for float64 inputs). Differentiable in `hidden`, `weight`, `bias` and
+    `token_weights`; with `reduction` `"mean"` or `"sum"` the gradients may be made in the forward, which spares a
+    product, as the config says. A call that is not differentiated makes none.
+
+    Args:
+        hidden: `(..., features)`.
+        weight: `(features, vocab)`, or `(vocab, features)` with `weight_layout="oi"`, as a tied embedding has it.
+        labels: `(...)` ints in `[0, vocab)`, or `ignore_index`. Others are an error outside `jit`; inside, where no
+            value is known, their loss and gradients are NaN.
+        bias: `(vocab,)`.
+        token_weights: `(...)`, by which each loss is multiplied.
+        logits_soft_cap: bound of the logits, above 0.
+        z_loss: weight of `lse**2`.
+        label_smoothing: in `[0, 1]`, the part of the target that all entries share.
+        ignore_index: the label of tokens that do not count: their loss is 0, and what they hold reaches nothing.
+        reduction: `"mean"`, the sum of the weighted losses over the sum of the weights (without weights: over the
+            count of tokens that are not ignored; 0 where that is 0), `"sum"`, or `"none"`.
+        weight_layout: `"io"` or `"oi"`; neither copies the weight.
+        vocab_axis: a mesh axis over which the vocabulary is split; not supported yet.
+        precision: of the products, as in `jax.lax.Precision`; default JAX's.
+        config: back end and chunks; what it leaves open is chosen.
+        backend: `"xla"`, the only one so far, or `None` for the best one.
+        cfg: another spelling of `config`.
+
+    Returns:
+        A scalar, or with `reduction="none"` the loss of each token `(...)`, float32.
+
+    Raises:
+        ValueError: shapes that do not fit, labels out of range, an option out of range, an unknown reduction, layout
+            or precision.
+        TypeError: floats that are none, labels that are no ints.
+        ConfigError: a config of another type, or with a field that its back end lacks; both `config` and `cfg`.
+        UnsupportedError: a back end that cannot do the call; `vocab_axis`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> loss = linear_cross_entropy(jnp.ones((2, 3, 8)), jnp.ones((8, 16)), jnp.zeros((2, 3), int))
+        >>> round(float(loss), 4)  # log(16)
+        2.7726
+
+    Source: gradients in the forward: Hsu et al. 2024, arXiv:2410.10989; z-loss: Chowdhery et al. 2022,
+    arXiv:2204.02311; label smoothing: Szegedy et al. 2015, arXiv:1512.00567.
+    """
+    if weight_layout not in ("io", "oi"):
+        raise ValueError(f"weight_layout is {weight_layout!r}; expected 'io' (in, vocab) or 'oi' (vocab, in)")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}; expected 'mean', 'sum' or 'none'")
+    if vocab_axis is not None:
+        raise UnsupportedError(f"vocab_axis is {vocab_axis!r}; a split vocabulary is not supported yet, pass None")
+    hidden, weight, labels = as_array("hidden", hidden), as_array("weight", weight), as_array("labels", labels)
+    bias = None if bias is None else as_array("bias", bias)
+    token_weights = None if token_weights is None else as_array("token_weights", token_weights)
+    _check_types(hidden=hidden, weight=weight, bias=bias, token_weights=token_weights)
+    vocab = _check_shapes(hidden, weight, labels, bias, token_weights, weight_layout)
+    _check_labels(labels, vocab, ignore_index)
+    dtype = jnp.promote_types(hidden.dtype, weight.dtype)
+    loss = Loss(
+        weight_layout=weight_layout,
+        soft_cap=_in_range("logits_soft_cap", logits_soft_cap, 0.0, math.inf, "above 0", least_allowed=False),
+        z_loss=_in_range("z_loss", z_loss, 0.0, math.inf, "at least 0") or 0.0,
+        label_smoothing=_in_range("label_smoothing", label_smoothing, 0.0, 1.0, "in [0, 1]") or 0.0,
+    )
+    wide = accumulated(hidden, weight)
+    flat, coefficients = _canonical(labels.reshape(-1), token_weights, vocab, ignore_index, reduction, wide)
+    out = default_executor()(
+        LINEAR_CROSS_ENTROPY, flat_rows(hidden).astype(dtype), weight.astype(dtype), flat, bias, coefficients,
+        cfg=explicit_config(LinearCrossEntropyConfig, config, cfg, backend), loss=loss, reduce=reduction != "none",
+        precision=canonical_precision(precision),
+    )  # fmt: skip
+    return out.reshape(labels.shape) if reduction == "none" else out
+
+
+def _canonical(
+    labels: jax.Array, token_weights: Any, vocab: int, ignore_index: int, reduction: str, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Labels of which those out of range are `vocab`, and by what each loss is multiplied."""
+    ignored = labels == ignore_index
+    valid = (labels >= 0) & (labels < vocab)
+    canonical = jnp.where(ignored, IGNORED, jnp.where(valid, labels, vocab)).astype(jnp.int32)
+    weights = jnp.ones(labels.shape, dtype) if token_weights is None else token_weights.reshape(-1).astype(dtype)
+    weights = jnp.where(ignored, 0.0, weights)
+    if reduction != "mean":
+        return canonical, weights
+    total = weights.sum()
+    return canonical, weights / jnp.where(total == 0, 1.0, total)
+
+
+def _check_types(**arrays: Any) -> None:
+    for name, x in arrays.items():
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"{name} is {x.dtype}; expected a float type")
+
+
+def _check_shapes(hidden: Any, weight: Any, labels: Any, bias: Any, token_weights: Any, weight_layout: str) -> int:
+    """The size of the vocabulary."""
+    if hidden.ndim < 1 or weight.ndim != 2:
+        raise ValueError(f"hidden has shape {hidden.shape} and weight {weight.shape}; expected (..., in) and two axes")
+    features, vocab = weight.shape if weight_layout == "io" else weight.shape[::-1]
+    if hidden.shape[-1] != features:
+        other = "oi" if weight_layout == "io" else "io"
+        hint = f"; for weights stored the other way pass weight_layout={other!r}" if hidden.shape[-1] == vocab else ""
+        found = f"hidden has {hidden.shape[-1]} features and weight takes {features} (layout {weight_layout!r})"
+        raise ValueError(f"{found}{hint}")
+    if vocab == 0:
+        raise ValueError(f"weight has shape {weight.shape}; expected a vocabulary of at least one entry")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels is {labels.dtype}; expected ints, one for each row of hidden")
+    for name, x, shape in (
+        ("labels", labels, hidden.shape[:-1]), ("token_weights", token_weights, hidden.shape[:-1]),
+        ("bias", bias, (vocab,)),
+    ):  # fmt: skip
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}; expected {shape}")
+    return vocab
+
+
+def _check_labels(labels: Any, vocab: int, ignore_index: Any) -> None:
+    """Refuses labels out of range, where their values are known."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, np.integer)):
+        raise TypeError(f"ignore_index is {ignore_index!r}; expected an int")
+    if isinstance(labels, Tracer) or not labels.size:
+        return
+    values = np.asarray(labels)
+    wrong = values[((values < 0) | (values >= vocab)) & (values != ignore_index)]
+    if wrong.size:
+        raise ValueError(
+            f"labels has {wrong.size} values out of range, such as {wrong[0]}; expected 0 to {vocab - 1}, or "
+            f"ignore_index={ignore_index} for tokens that do not count"
+        )
+
+
+def _in_range(name: str, value: Any, least: float, most: float, text: str, least_allowed: bool = True) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (bool, str)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} is {value!r}; expected a number {text}, known outside of jit")
+    if not (least <= value <= most) or math.isinf(value) or (value == least and not least_allowed):
+        raise ValueError(f"{name} is {value!r}; expected a number {text}")
+    return float(value)
