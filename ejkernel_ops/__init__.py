@@ -36,9 +36,11 @@ from .execution.trial import Trial as Trial
 from .execution.tuning import Autotuner as Autotuner
 from .execution.tuning import autotune as autotune
 from .kernels import AttentionConfig as AttentionConfig
+from .kernels import GatedLinearConfig as GatedLinearConfig
 from .kernels import LinearConfig as LinearConfig
 from .kernels import LinearCrossEntropyConfig as LinearCrossEntropyConfig
 from .kernels import flash_attention as flash_attention
+from .kernels import gated_linear as gated_linear
 from .kernels import linear as linear
 from .kernels import linear_cross_entropy as linear_cross_entropy
 from .params import BwdParams as BwdParams

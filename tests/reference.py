@@ -165,6 +165,37 @@ def linear(
     return {"out": rounded(value, out_dtype)} | {n: rounded(gradients[n], a.dtype) for n, a in arrays.items()}
 
 
+def gated_linear(
+    arrays: dict[str, Any], *, dout: Any, activation: str = "silu", weight_layout: str = "io", plain: bool = False
+) -> dict[str, np.ndarray]:
+    """`activation(x @ gate_weight + gate_bias) * (x @ up_weight + up_bias)` as `out`, and all gradients."""
+    arrays = {name: np.asarray(x) for name, x in arrays.items()}
+    fused = "up_weight" not in arrays
+    dtype = np.result_type(*(arrays[n].dtype for n in ("x", "gate_weight", "up_weight") if n in arrays))
+    rounded, work = _arithmetic(dtype, plain)
+
+    def flipped(x: np.ndarray) -> np.ndarray:
+        return x if weight_layout == "io" else x.T
+
+    x, gate_weight = arrays["x"].astype(work), flipped(arrays["gate_weight"].astype(work))
+    pair = np.split(gate_weight, 2, 1) if fused else [gate_weight, flipped(arrays["up_weight"].astype(work))]
+    biases = [arrays[n].astype(work) if n in arrays else 0 for n in ("gate_bias", "up_bias")]
+    gate, up = (rounded(x @ w + b) for w, b in zip(pair, biases))
+    value, slope = ACTIVATIONS[activation](gate)
+    dout = np.asarray(dout).astype(work)
+    grads = [rounded(dout * up * slope), rounded(dout * value)]
+    flat_x, flat = x.reshape(-1, x.shape[-1]), [g.reshape(-1, g.shape[-1]) for g in grads]
+    weights = [flat_x.T @ g for g in flat]
+    gradients = {
+        "x": sum(g @ w.T for g, w in zip(grads, pair)),
+        "gate_weight": flipped(np.concatenate(weights, 1) if fused else weights[0]),
+        "up_weight": flipped(weights[1]),
+        "gate_bias": flat[0].sum(0),
+        "up_bias": flat[1].sum(0),
+    }
+    return {"out": rounded(value * up)} | {n: rounded(gradients[n], a.dtype) for n, a in arrays.items()}
+
+
 def linear_cross_entropy(
     arrays: dict[str, Any],
     labels: Any,

@@ -4,6 +4,10 @@ from .attention import ATTENTION as ATTENTION
 from .attention import ATTENTION_BWD as ATTENTION_BWD
 from .attention import AttentionConfig as AttentionConfig
 from .attention import flash_attention as flash_attention
+from .gated_linear import GATED_LINEAR as GATED_LINEAR
+from .gated_linear import GATED_LINEAR_BWD as GATED_LINEAR_BWD
+from .gated_linear import GatedLinearConfig as GatedLinearConfig
+from .gated_linear import gated_linear as gated_linear
 from .linear import LINEAR as LINEAR
 from .linear import LINEAR_BWD as LINEAR_BWD
 from .linear import LinearConfig as LinearConfig

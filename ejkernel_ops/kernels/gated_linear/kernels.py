@@ -1,0 +1,163 @@
+"""The two kernels of a gated linear map on XLA: whole products, or chunks of rows that stay in the caches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.invocation import Invocation
+from ...core.kernel import random_array
+from ...errors import ConfigError
+from ..activations import ACTIVATIONS, derivative
+from ..config import OpConfig
+from ..rows import RowKernel, accumulated, flat_rows, num_rows, over_rows, product, transposed, weight_gradient
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedLinearConfig(OpConfig):
+    """Back end and tile sizes of `gated_linear`; a field left `None` inherits.
+
+    Args:
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which the op has `"xla"` so far.
+        fwd: `blocksize_m` of the forward kernel, in rows of `x`.
+        bwd: the same of the backward kernel.
+        recompute: whether the backward computes the two products again: a compiled step then holds neither from the
+            forward on.
+
+    Raises:
+        ConfigError: a field of the wrong type, or an unknown back end.
+
+    Example:
+        >>> GatedLinearConfig(recompute=True).recompute
+        True
+    """
+
+    recompute: bool | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.recompute, (bool, type(None))):
+            raise ConfigError(f"recompute is {self.recompute!r}; expected None, True or False")
+
+
+def _products(x, gate_weight, up_weight, gate_bias, up_bias, weight_layout, precision) -> tuple[jax.Array, jax.Array]:
+    """Gate and up, before the activation, in the type of sums."""
+    dtype = accumulated(x, gate_weight)
+    gate = product(x, gate_weight, weight_layout, dtype, precision)
+    if up_weight is None:
+        gate, up = jnp.split(gate, 2, -1)
+    else:
+        up = product(x, up_weight, weight_layout, dtype, precision)
+    gate, up = (a if b is None else a + b.astype(dtype) for a, b in ((gate, gate_bias), (up, up_bias)))
+    return gate, up
+
+
+class GatedLinearBackward(RowKernel):
+    """Gradients of a gated linear map."""
+
+    name = "gated_linear_bwd"
+    config_cls = GatedLinearConfig
+    direction = "bwd"
+    with_rows = ("x", "out", "gate", "up", "dout", "dgate", "dup")
+    fields = {"xla": ("bwd.blocksize_m", "recompute")}
+    lazy_cotangents = True
+
+    def config(self, rows: int) -> GatedLinearConfig:
+        """The config of a number of rows, with what the forward has saved."""
+        return dataclasses.replace(super().config(rows), recompute=False)
+
+    def candidate_cfgs(self, inv: Invocation) -> list[GatedLinearConfig]:
+        """Chunks of rows, with what the forward has saved and without."""
+        saved = super().candidate_cfgs(inv)
+        return [*saved, *(dataclasses.replace(cfg, recompute=True) for cfg in saved)]
+
+    def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
+        """Random operands and cotangents, and the products that belong to the operands."""
+        made = {n: None if x is None else random_array(rng, x) for n, x in inv.arguments.items() if n not in inv.kwargs}
+        operands = [made[n] for n in ("x", "gate_weight", "up_weight", "gate_bias", "up_bias")]
+        statics = {n: inv.kwargs[n] for n in ("weight_layout", "precision")}
+        gate, up = jax.jit(lambda *x: _products(*x, **statics))(*operands)
+        made["gate"], made["up"] = gate.astype(made["x"].dtype), up.astype(made["x"].dtype)
+        return [x for x in made.values() if x is not None]
+
+    def illegal(self, inv: Invocation, cfg: GatedLinearConfig) -> str | None:
+        """A missing field."""
+        return "recompute is missing" if cfg.recompute is None else super().illegal(inv, cfg)
+
+    def run_xla(
+        self, x, gate_weight, up_weight, gate_bias, up_bias, out, gate, up, dout, dgate, dup, *,
+        cfg, needs, activation, weight_layout, precision,
+    ):  # fmt: skip
+        """Chunks of rows: both derivatives and the products while a chunk is in the caches."""
+        need_x, need_gate, need_up, *need_biases = (bool(n) for n in needs)
+        dtype, fused = accumulated(x, gate_weight), up_weight is None
+        weights = (gate_weight,) if fused else (gate_weight, up_weight)
+        biases = [bias is not None and need for bias, need in zip((gate_bias, up_bias), need_biases)]
+
+        def gradients(x, gate, up, dout, dgate, dup):
+            if cfg.recompute:
+                gate, up = _products(x, gate_weight, up_weight, gate_bias, up_bias, weight_layout, precision)
+            gate, up = gate.astype(dtype), up.astype(dtype)
+            dout = jnp.zeros(gate.shape, dtype) if dout is None else dout.astype(dtype)
+            by_gate, by_up = dout * up * derivative(activation, gate), dout * ACTIVATIONS[activation](gate)
+            grads = [g if more is None else g + more.astype(dtype) for g, more in ((by_gate, dgate), (by_up, dup))]
+            sums = [g.sum(0) if wanted else None for g, wanted in zip(grads, biases)]
+            lows = [jnp.concatenate(grads, -1).astype(x.dtype)] if fused else [g.astype(x.dtype) for g in grads]
+            dx, other = None, transposed(weight_layout)
+            if need_x:
+                dx = sum(product(low, w, other, dtype, precision) for low, w in zip(lows, weights))
+            wanted = (need_gate,) if fused else (need_gate, need_up)
+            dws = [
+                weight_gradient(x, low, weight_layout, dtype, precision) if n else None for low, n in zip(lows, wanted)
+            ]
+            return dx, (dws, sums)
+
+        if cfg.recompute:  # after the cotangents are there, and not as the forward's products, which XLA would hold
+            gate = up = None
+            x, dout, dgate, dup = jax.lax.optimization_barrier((x, dout, dgate, dup))
+        flat = [None if a is None else flat_rows(a) for a in (x, gate, up, dout, dgate, dup)]
+        dx, (dws, sums) = over_rows(gradients, flat, self.chunk(cfg))
+        return None if dx is None else dx.reshape(x.shape), *dws, *([None] if fused else []), *sums
+
+
+class GatedLinearForward(RowKernel):
+    """`activation(x @ gate_weight + gate_bias) * (x @ up_weight + up_bias)`, and both products for the backward."""
+
+    name = "gated_linear"
+    config_cls = GatedLinearConfig
+    rows, out_rows = (True, False, False, False, False), (True, True, True)
+    backward = GatedLinearBackward()
+
+    def narrow(self, cfg: GatedLinearConfig) -> GatedLinearConfig:
+        """The forward part of an op's config."""
+        return dataclasses.replace(cfg, bwd=None, recompute=None)
+
+    def out_like(self, x, gate_weight, up_weight, gate_bias, up_bias, *, activation, weight_layout, precision):
+        """Types of the output and of the two products."""
+        gate = product(x, gate_weight, weight_layout, None, None).astype(x.dtype)
+        out = jnp.split(gate, 2, -1)[0] if up_weight is None else gate
+        return out, out, out
+
+    def run_xla(
+        self, x, gate_weight, up_weight, gate_bias, up_bias, *, cfg, activation, weight_layout, precision
+    ) -> Any:  # fmt: skip
+        """Chunks of rows: products, biases and activation while a chunk is in the caches."""
+
+        def chunk(x):
+            gate, up = _products(x, gate_weight, up_weight, gate_bias, up_bias, weight_layout, precision)
+            out = ACTIVATIONS[activation](gate) * up
+            return tuple(a.astype(x.dtype) for a in (out, gate, up)), ()
+
+        size = self.chunk(cfg)
+        if size >= num_rows(x):
+            return chunk(x)[0]
+        outs, _ = over_rows(chunk, [flat_rows(x)], size)
+        return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], a.shape[-1]), outs)
+
+
+GATED_LINEAR = GatedLinearForward()
+GATED_LINEAR_BWD = GatedLinearForward.backward
