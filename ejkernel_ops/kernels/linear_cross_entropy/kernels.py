@@ -219,7 +219,8 @@ class LinearCrossEntropyBackward(Kernel):
 
         def again(_):
             scale = coefficients.astype(losses.dtype) * dout
-            return self._again(hidden, weight, bias, labels, sums, scale, cfg.bwd, wanted, loss, precision)
+            later, scale = jax.lax.optimization_barrier((hidden, scale))  # not as the forward's logits, held since
+            return self._again(later, weight, bias, labels, sums, scale, cfg.bwd, wanted, loss, precision)
 
         if not any(wanted):
             found = [None] * 3
