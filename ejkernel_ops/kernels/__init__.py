@@ -8,3 +8,10 @@ from .linear import LINEAR as LINEAR
 from .linear import LINEAR_BWD as LINEAR_BWD
 from .linear import LinearConfig as LinearConfig
 from .linear import linear as linear
+from .norm import LAYER_NORM as LAYER_NORM
+from .norm import LAYER_NORM_BWD as LAYER_NORM_BWD
+from .norm import RMS_NORM as RMS_NORM
+from .norm import RMS_NORM_BWD as RMS_NORM_BWD
+from .norm import NormConfig as NormConfig
+from .norm import layer_norm as layer_norm
+from .norm import rms_norm as rms_norm

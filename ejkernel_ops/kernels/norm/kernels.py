@@ -1,0 +1,166 @@
+"""The kernels of `rms_norm` and `layer_norm` on XLA: forward and backward, each in chunks of rows or all at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..config import OpConfig
+from ..rows import RowKernel, accumulated, flat_rows, num_rows, over_rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormConfig(OpConfig):
+    """Back end and tile sizes of `rms_norm` and `layer_norm`; a field left `None` inherits.
+
+    Args:
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which norms have `"xla"` so far.
+        fwd: `blocksize_m` of the forward kernel, in rows of `x`.
+        bwd: the same of the backward kernel.
+
+    Raises:
+        ConfigError: a field of the wrong type, or an unknown back end.
+
+    Example:
+        >>> from ejkernel_ops import FwdParams
+        >>> NormConfig(fwd=FwdParams(blocksize_m=256)).fwd.blocksize_m
+        256
+    """
+
+
+class NormBackward(RowKernel):
+    """Gradients of a norm, in one pass over the rows."""
+
+    config_cls = NormConfig
+    direction = "bwd"
+    with_rows = (
+        "x", "residual", "normed", "summed", "mean", "rstd", "dnormed", "dsummed", "dmean", "drstd"
+    )  # fmt: skip
+    chunks = (1024, 256, 64)
+    lazy_cotangents = True
+    centred: ClassVar[bool]
+
+    def run_xla(
+        self, x, scale, bias, residual, normed, summed, mean, rstd, dnormed, dsummed, dmean, drstd, *, cfg, needs,
+        epsilon,
+    ):  # fmt: skip
+        """Chunks of rows: everything that a row gives while its chunk is in the caches."""
+        need_x, need_scale, need_bias, need_residual = (bool(n) for n in needs)
+        dtype = rstd.dtype
+        total = x if summed is None else summed
+
+        def gradients(total, mean, rstd, dnormed, dsummed, dmean, drstd):
+            centred = total.astype(dtype) - mean if self.centred else total.astype(dtype)
+            xhat = centred * rstd
+            grad = jnp.zeros_like(xhat) if dnormed is None else dnormed.astype(dtype)
+            dscale = (grad * xhat).sum(0) if need_scale else None
+            dbias = grad.sum(0) if need_bias else None
+            if not (need_x or need_residual):
+                return None, (dscale, dbias)
+            inner = grad if scale is None else grad * scale.astype(dtype)
+            slope = (inner * xhat).mean(-1, keepdims=True)
+            if drstd is not None:
+                slope = slope + drstd * rstd / xhat.shape[-1]
+            dtotal = inner - xhat * slope
+            if self.centred:
+                dtotal = dtotal - inner.mean(-1, keepdims=True)
+            dtotal = dtotal * rstd
+            if dmean is not None:
+                dtotal = dtotal + dmean / xhat.shape[-1]
+            if dsummed is not None:
+                dtotal = dtotal + dsummed.astype(dtype)
+            return dtotal.astype(total.dtype), (dscale, dbias)
+
+        flat = [None if a is None else flat_rows(a) for a in (total, mean, rstd, dnormed, dsummed, dmean, drstd)]
+        dtotal, (dscale, dbias) = over_rows(gradients, flat, self.chunk(cfg))
+        dx, dresidual = (
+            dtotal.reshape(a.shape).astype(a.dtype) if needed else None
+            for a, needed in ((x, need_x), (residual, need_residual))
+        )
+        return dx, dscale, dbias, dresidual
+
+
+class NormForward(RowKernel):
+    """A norm over the last axis, of the sum with a residual; also that sum and the statistics, for the backward."""
+
+    config_cls = NormConfig
+    with_rows = ("x", "residual")
+    chunks = (1024, 256, 64)
+    rows, out_rows = (True, False, False, True), (True, True, True, True)
+    centred: ClassVar[bool]
+
+    def out_like(self, x, scale, bias, residual, *, epsilon):
+        """Types of the norm, the sum and the statistics."""
+        total = x if residual is None else x + residual
+        statistic = total.astype(_accumulated(x, scale, bias, residual)).sum(-1, keepdims=True)
+        return total, None if residual is None else total, statistic if self.centred else None, statistic
+
+    def run_xla(self, x, scale=None, bias=None, residual=None, *, cfg, epsilon=1e-6):
+        """Chunks of rows: sum, statistics and norm while a chunk is in the caches."""
+        dtype = _accumulated(x, scale, bias, residual)
+
+        def chunk(x, residual):
+            summed = None if residual is None else x + residual
+            total = x if summed is None else summed
+            centred, mean = total.astype(dtype), None
+            if self.centred:
+                first = centred[..., :1]  # differences from it have an exact mean where all numbers are equal
+                mean = first + (centred - first).mean(-1, keepdims=True)
+                centred = centred - mean
+            rstd = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + epsilon)
+            normed = centred * rstd
+            if scale is not None:
+                normed = normed * scale.astype(dtype)
+            if bias is not None:
+                normed = normed + bias.astype(dtype)
+            return (normed.astype(total.dtype), summed, mean, rstd), ()
+
+        size = self.chunk(cfg)
+        if size >= num_rows(x):
+            return chunk(x, residual)[0]
+        outs, _ = over_rows(chunk, [None if a is None else flat_rows(a) for a in (x, residual)], size)
+        return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], a.shape[-1]), outs)
+
+
+class RmsNormBackward(NormBackward):
+    """Gradients of `rms_norm`."""
+
+    name = "rms_norm_bwd"
+    centred = False
+
+
+class LayerNormBackward(NormBackward):
+    """Gradients of `layer_norm`."""
+
+    name = "layer_norm_bwd"
+    centred = True
+
+
+class RmsNormForward(NormForward):
+    """Each row over its root mean square."""
+
+    name = "rms_norm"
+    centred = False
+    backward = RmsNormBackward()
+
+
+class LayerNormForward(NormForward):
+    """Each row less its mean, over its standard deviation."""
+
+    name = "layer_norm"
+    centred = True
+    backward = LayerNormBackward()
+
+
+def _accumulated(*arrays: Any) -> Any:
+    """The type of sums over the arrays that are there."""
+    return accumulated(*(a for a in arrays if a is not None))
+
+
+RMS_NORM = RmsNormForward()
+RMS_NORM_BWD = RmsNormForward.backward
+LAYER_NORM = LayerNormForward()
+LAYER_NORM_BWD = LayerNormForward.backward
