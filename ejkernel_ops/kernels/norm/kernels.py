@@ -104,8 +104,7 @@ class NormForward(RowKernel):
 
         def chunk(x, residual):
             summed = None if residual is None else x + residual
-            total = x if summed is None else summed
-            centred, mean = total.astype(dtype), None
+            centred, mean = (x if summed is None else _rounded(summed)).astype(dtype), None
             if self.centred:
                 first = centred[..., :1]  # differences from it have an exact mean where all numbers are equal
                 mean = first + (centred - first).mean(-1, keepdims=True)
@@ -116,7 +115,7 @@ class NormForward(RowKernel):
                 normed = normed * scale.astype(dtype)
             if bias is not None:
                 normed = normed + bias.astype(dtype)
-            return (normed.astype(total.dtype), summed, mean, rstd), ()
+            return (normed.astype(x.dtype if summed is None else summed.dtype), summed, mean, rstd), ()
 
         size = self.chunk(cfg)
         if size >= num_rows(x):
@@ -153,6 +152,12 @@ class LayerNormForward(NormForward):
     name = "layer_norm"
     centred = True
     backward = LayerNormBackward()
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """The values of an array, which XLA would take as they were before they were rounded to its type."""
+    info = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
 
 def _accumulated(*arrays: Any) -> Any:

@@ -46,7 +46,7 @@ def rms_norm(
         `(..., features)` in the type of `x`. With `residual` a pair, norm and sum, both in the common type of the two.
 
     Raises:
-        ValueError: shapes that do not fit, no features, an epsilon that is negative or not finite, an unknown precision.
+        ValueError: shapes that do not fit, no features, an epsilon that is negative or infinite, an unknown precision.
         TypeError: arrays that are no floats, an epsilon that is no number or traced.
         ConfigError: a config of another type, or with a field that its back end lacks; both `config` and `cfg`.
         UnsupportedError: a back end that cannot do the call.
@@ -58,7 +58,9 @@ def rms_norm(
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    return _norm(RMS_NORM, x, scale, bias, epsilon, residual, precision, explicit_config(NormConfig, config, cfg, backend))
+    return _norm(
+        RMS_NORM, x, scale, bias, epsilon, residual, precision, explicit_config(NormConfig, config, cfg, backend)
+    )
 
 
 def layer_norm(
@@ -93,7 +95,7 @@ def layer_norm(
         `(..., features)` in the type of `x`. With `residual` a pair, norm and sum, both in the common type of the two.
 
     Raises:
-        ValueError: shapes that do not fit, no features, an epsilon that is negative or not finite, an unknown precision.
+        ValueError: shapes that do not fit, no features, an epsilon that is negative or infinite, an unknown precision.
         TypeError: arrays that are no floats, an epsilon that is no number or traced.
         ConfigError: a config of another type, or with a field that its back end lacks; both `config` and `cfg`.
         UnsupportedError: a back end that cannot do the call.
@@ -122,7 +124,8 @@ def _norm(
 ) -> Any:
     x = as_array("x", x)
     scale, bias, residual = (
-        None if a is None else as_array(name, a) for name, a in (("scale", scale), ("bias", bias), ("residual", residual))
+        None if a is None else as_array(name, a)
+        for name, a in (("scale", scale), ("bias", bias), ("residual", residual))
     )
     _check_arrays(x, scale, bias, residual)
     epsilon = static_number("epsilon", epsilon)
@@ -140,13 +143,15 @@ def _norm(
 def _check_arrays(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, residual: jax.Array | None) -> None:
     """Refuses types and shapes that do not fit."""
     if x.ndim < 1 or x.shape[-1] == 0:
-        raise ValueError(f"x has shape {x.shape}; expected (..., features) with a feature at least")
-    row = f"(features,) as x has shape {x.shape}"
+        raise ValueError(f"x has shape {x.shape}; expected (..., features) with at least one feature")
+    each = "one for each feature of x; reshape it"
     for name, a, shape, what in (
-        ("x", x, x.shape, ""), ("scale", scale, x.shape[-1:], f", {row}; reshape it"),
-        ("bias", bias, x.shape[-1:], f", {row}; reshape it"), ("residual", residual, x.shape, ", that of x; broadcast it"),
-    ):  # fmt: skip
+        ("x", x, x.shape, "itself"),
+        ("scale", scale, x.shape[-1:], each),
+        ("bias", bias, x.shape[-1:], each),
+        ("residual", residual, x.shape, "the shape of x; broadcast it"),
+    ):
         if a is not None and not jnp.issubdtype(a.dtype, jnp.floating):
             raise TypeError(f"{name} is {a.dtype}; expected a float type")
         if a is not None and a.shape != shape:
-            raise ValueError(f"{name} has shape {a.shape}; expected {shape}{what}")
+            raise ValueError(f"{name} has shape {a.shape}; expected {shape}, {what}")
