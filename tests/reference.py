@@ -1,4 +1,4 @@
-"""Attention, linear maps and norms in NumPy as documented, with hand-written gradients, and the rules that judge a kernel.
+"""The ops in NumPy as documented, with hand-written gradients, and the rules that judge a kernel.
 
 Each runs the same formulas in two ways: exactly, in float64 (long double for float64 inputs), and as a plain program
 in the type of the inputs would: softmax and sums in float32, but probabilities, products and results rounded as they
