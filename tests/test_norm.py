@@ -122,11 +122,11 @@ def test_a_float64_scale_alone_has_its_norm_and_gradients_in_float64(op):
 
 @both_ops
 def test_scale_and_bias_are_not_rounded_to_the_type_of_the_rows(op):
-    """In bfloat16 this scale would be 1, and the bias that takes the norm away again would leave 0."""
+    """In bfloat16 this scale and this bias would be 1."""
     x = jnp.asarray([[256.0, -256.0]], jnp.bfloat16)
-    one = jnp.full(2, 1 + 2**-9)
-    out = OPS[op](x, one, jnp.array([-1.0, 1.0]), epsilon=0.0)
-    np.testing.assert_array_equal(out, jnp.asarray([[2**-9, -(2**-9)]], jnp.bfloat16))
+    scale, bias = jnp.full(2, 1 + 2**-9), jnp.array([-1.0, 1.0]) * (1 + 2**-10)
+    out = OPS[op](x, scale, bias, epsilon=0.0)
+    np.testing.assert_array_equal(out, jnp.asarray([[2**-10, -(2**-10)]], jnp.bfloat16))
 
 
 @both_ops
