@@ -32,7 +32,11 @@ class NormConfig(OpConfig):
 
 
 class NormBackward(RowKernel):
-    """Gradients of a norm, in one pass over the rows."""
+    """Gradients of a norm, in one pass over the rows.
+
+    With `away`, the rows less their mean, and `g`, the cotangent, that of a row is `rstd * (g * scale -
+    mean(g * scale) - away * rstd ** 2 * mean(g * scale * away))`, and that of the scale the sum of `g * away * rstd`.
+    """
 
     config_cls = NormConfig
     direction = "bwd"
@@ -53,23 +57,22 @@ class NormBackward(RowKernel):
         total = x if summed is None else summed
 
         def gradients(total, mean, rstd, dnormed, dsummed, dmean, drstd):
-            centred = total.astype(dtype) - mean if self.centred else total.astype(dtype)
-            xhat = centred * rstd
-            grad = jnp.zeros_like(xhat) if dnormed is None else dnormed.astype(dtype)
-            dscale = (grad * xhat).sum(0) if need_scale else None
-            dbias = grad.sum(0) if need_bias else None
+            away = total.astype(dtype) - mean if self.centred else total.astype(dtype)
+            grad = jnp.zeros_like(away) if dnormed is None else dnormed.astype(dtype)
+            product = grad * away
+            dscale = _dot(rstd[:, 0], product) if need_scale else None
+            dbias = _dot(jnp.ones_like(rstd[:, 0]), grad) if need_bias else None
             if not (need_x or need_residual):
                 return None, (dscale, dbias)
-            inner = grad if scale is None else grad * scale.astype(dtype)
-            slope = (inner * xhat).mean(-1, keepdims=True)
-            if drstd is not None:
-                slope = slope + drstd * rstd / xhat.shape[-1]
-            dtotal = inner - xhat * slope
+            features = away.shape[-1]
+            weight = jnp.ones(features, dtype) if scale is None else scale.astype(dtype)
+            drstd = _dot(product, weight)[:, None] + (0 if drstd is None else drstd)
+            dtotal = grad * weight - away * (drstd * rstd / features * rstd)
             if self.centred:
-                dtotal = dtotal - inner.mean(-1, keepdims=True)
+                dtotal = dtotal - _dot(grad, weight)[:, None] / features
             dtotal = dtotal * rstd
             if dmean is not None:
-                dtotal = dtotal + dmean / xhat.shape[-1]
+                dtotal = dtotal + dmean / features
             if dsummed is not None:
                 dtotal = dtotal + dsummed.astype(dtype)
             return dtotal.astype(total.dtype), (dscale, dbias)
@@ -152,6 +155,11 @@ class LayerNormForward(NormForward):
     name = "layer_norm"
     centred = True
     backward = LayerNormBackward()
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """A vector and a matrix: on a CPU that takes half the time of a product and a sum."""
+    return jax.lax.dot(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def _rounded(x: jax.Array) -> jax.Array:
