@@ -196,6 +196,15 @@ def test_chunks_of_rows_change_nothing(op):
 
 
 @both_ops
+def test_sums_over_many_rows_keep_their_digits(op):
+    """Added one by one in float32, 2**15 rows would lose some five times as much."""
+    arrays, cotangents = inputs((1 << 15,), 8, residual=False)
+    got, exact = run(op, arrays, cotangents), getattr(reference, op)(arrays, **cotangents)
+    for name in ("scale", "bias"):
+        np.testing.assert_allclose(got[name], exact[name], atol=1e-4, err_msg=name)
+
+
+@both_ops
 def test_no_rows_give_no_rows_and_zero_gradients(op):
     arrays, cotangents = inputs((2, 0))
     got = run(op, arrays, cotangents)
