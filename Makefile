@@ -45,6 +45,7 @@ types: install
 bench: install
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/attention_cpu.py
+	$(BIN)/python benchmarks/norm_cpu.py
 
 clean:
 	rm -rf $(VENV) runs dist build

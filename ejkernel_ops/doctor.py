@@ -32,7 +32,16 @@ from .errors import EjkernelError
 from .execution.check import Reference, program
 from .execution.failures import failed, first_line
 from .execution.measure import benchmark
-from .kernels import ATTENTION, ATTENTION_BWD, LINEAR, LINEAR_BWD
+from .kernels import (
+    ATTENTION,
+    ATTENTION_BWD,
+    LAYER_NORM,
+    LAYER_NORM_BWD,
+    LINEAR,
+    LINEAR_BWD,
+    RMS_NORM,
+    RMS_NORM_BWD,
+)
 from .kernels.attention import cudnn
 
 _PACKAGES = (
@@ -219,11 +228,18 @@ def _calls() -> list[Invocation]:
     wanted = (True, True, True, *[False] * 8)
     operands, out = (like(128, 64), like(64, 128), like(128)), like(128, 128)
     options = dict(activation="gelu", weight_layout="io", out_dtype=np.dtype(jnp.bfloat16), precision=None)
+    statistic, norm = jax.ShapeDtypeStruct((128, 1), jnp.float32), {"epsilon": 1e-6}
+    rows, needs_all = (out, like(128), like(128), out), (True, True, True, True)
+    rms, layer = ((out, out, mean, statistic, out, out, None, None) for mean in (None, statistic))
     described: list[tuple[Any, tuple, dict[str, Any], Any]] = [
         (ATTENTION, arrays, attention, None),
         (ATTENTION_BWD, (*arrays, query, lse, query, None), attention, wanted),
         (LINEAR, operands, options, None),
         (LINEAR_BWD, (*operands, out, out, out, None), options, (True, True, True)),
+        (RMS_NORM, rows, norm, None),
+        (RMS_NORM_BWD, (*rows, *rms), norm, needs_all),
+        (LAYER_NORM, rows, norm, None),
+        (LAYER_NORM_BWD, (*rows, *layer), norm, needs_all),
     ]
     return [Invocation(kernel, args, kwargs, needs=needs) for kernel, args, kwargs, needs in described]
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_ops import flash_attention, get_invocations, label, linear
+from ejkernel_ops import flash_attention, get_invocations, label, layer_norm, linear, rms_norm
 from ejkernel_ops.utils.meta import call_sites, split_label
 
 
@@ -31,6 +31,12 @@ def attention(query, key, value, bias=None, mask=None, ids=None, lengths=None, c
     return jnp.einsum("bhqk,bkhd->bqhd", weights / jnp.where(total == 0, 1.0, total), value)
 
 
+def norm(x, scale, bias=0, centred=False):
+    """A norm over the last axis as it is defined, in plain JAX."""
+    x = x - x.mean(-1, keepdims=True) if centred else x
+    return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale + bias
+
+
 OPS = {  # op, its reference, name of its kernel
     "attention": (flash_attention, attention, "flash_attention"),
     "ids": (
@@ -52,6 +58,13 @@ OPS = {  # op, its reference, name of its kernel
         lambda x, w, b: linear(x, w, b, activation="silu"),
         lambda x, w, b: jax.nn.silu(x @ w + b),
         "linear",
+    ),
+    "rms_norm": (rms_norm, norm, "rms_norm"),
+    "layer_norm": (layer_norm, functools.partial(norm, centred=True), "layer_norm"),
+    "residual": (
+        lambda x, scale, residual: jnp.stack(layer_norm(x, scale, residual=residual)),
+        lambda x, scale, residual: jnp.stack([norm(x + residual, scale, centred=True), x + residual]),
+        "layer_norm",
     ),
 }
 

@@ -247,6 +247,52 @@ def linear_cross_entropy(
     return {"out": out} | {n: rounded(gradients[n], a.dtype) for n, a in arrays.items()}
 
 
+def rms_norm(arrays: dict[str, Any], **options: Any) -> dict[str, np.ndarray]:
+    """Each row of `x` (plus `residual`) over its root mean square: results as those of `layer_norm`."""
+    return _norm(arrays, centred=False, **options)
+
+
+def layer_norm(arrays: dict[str, Any], **options: Any) -> dict[str, np.ndarray]:
+    """Each row of `x` (plus `residual`) less its mean, over its standard deviation.
+
+    Args:
+        arrays: `x`, and `scale`, `bias` and `residual` where there are any.
+        **options: `dout` and `dsummed`, the cotangents; `epsilon`; `plain` as in `attention`.
+
+    Returns:
+        `out`, `summed` with a residual, and the gradient of each array.
+    """
+    return _norm(arrays, centred=True, **options)
+
+
+def _norm(
+    arrays: dict[str, Any],
+    *,
+    centred: bool,
+    dout: Any,
+    dsummed: Any = 0,
+    epsilon: float = 1e-6,
+    plain: bool = False,
+) -> dict[str, np.ndarray]:
+    arrays = {name: np.asarray(x) for name, x in arrays.items()}
+    rows = [arrays[n] for n in ("x", "residual") if n in arrays]
+    rounded, work = _arithmetic(np.result_type(*[a.dtype for a in rows]), plain)
+    total = rounded(sum(a.astype(work) for a in rows))
+    away = total - total.mean(-1, keepdims=True) if centred else total
+    rstd = 1 / np.sqrt((away * away).mean(-1, keepdims=True) + work(epsilon))
+    xhat, dout = away * rstd, np.asarray(dout).astype(work)
+    scale, bias = (arrays[n].astype(work) if n in arrays else work(n == "scale") for n in ("scale", "bias"))
+    inner = dout * scale
+    mean = inner.mean(-1, keepdims=True) if centred else 0
+    dtotal = rstd * (inner - mean - xhat * (inner * xhat).mean(-1, keepdims=True)) + np.asarray(dsummed).astype(work)
+    over_rows = tuple(range(dout.ndim - 1))
+    gradients = {
+        "x": dtotal, "residual": dtotal, "scale": (dout * xhat).sum(over_rows), "bias": dout.sum(over_rows)
+    }  # fmt: skip
+    results = {"out": rounded(xhat * scale + bias)} | ({"summed": total} if "residual" in arrays else {})
+    return results | {n: rounded(gradients[n], a.dtype) for n, a in arrays.items()}
+
+
 def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = math.sqrt(2 / math.pi)
     t = np.tanh(scale * (x + 0.044715 * x**3))

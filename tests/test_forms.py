@@ -25,6 +25,7 @@ from ejkernel_ops import (
     Key,
     LabelError,
     LinearConfig,
+    NormConfig,
     PersistentCache,
     TuningError,
     UnsupportedError,
@@ -46,11 +47,13 @@ from ejkernel_ops import (
     get_invocations,
     label,
     labels_to_configs,
+    layer_norm,
     linear,
     overlay_cache,
     pmap_with_config,
     policy_override,
     record_invocation,
+    rms_norm,
     set_default_selector,
     stable_json,
     to_json,
@@ -249,10 +252,12 @@ def test_a_call_of_what_is_no_kernel_is_refused():
     refuses(lambda: Executor()(3, ONE), TypeError, "[Kk]ernel")
 
 
-@pytest.mark.parametrize("op", [linear, flash_attention])
-def test_ops_take_config_cfg_and_backend(op):
-    arrays = (X, X.T) if op is linear else (normal(1, 1, 4, 2, 8),) * 3
-    config = (LinearConfig if op is linear else AttentionConfig)(backend="xla")
+@pytest.mark.parametrize(("op", "config_type", "arrays"), [
+    (linear, LinearConfig, (X, X.T)), (flash_attention, AttentionConfig, (normal(1, 1, 4, 2, 8),) * 3),
+    (rms_norm, NormConfig, (X,)), (layer_norm, NormConfig, (X,)),
+])  # fmt: skip
+def test_ops_take_config_cfg_and_backend(op, config_type, arrays):
+    config = config_type(backend="xla")
     wanted = op(*arrays, config=config)
     for form in ({"cfg": config}, {"backend": "xla"}, {"config": config, "backend": "xla"}, {}):
         close(op(*arrays, **form), wanted)

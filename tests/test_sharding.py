@@ -106,6 +106,33 @@ def test_linear_under_explicit_axes_keeps_the_sharding_of_its_rows(shape):
     close((out, grads), jitted(lambda *a: (reference(*a), gradients(reference)(*a)), *arrays))
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_a_norm_under_explicit_axes_keeps_the_sharding_of_its_rows(op):
+    fn, reference, _ = OPS[op]
+    arrays = normal(35, 4, 2, 4), normal(36, 4), normal(37, 4)
+    with jax.set_mesh(EXPLICIT):
+        sharded = put(EXPLICIT, arrays, [P("d"), P(), P()])
+        out, grads = jitted(lambda *a: (fn(*a), gradients(fn)(*a)), *sharded)
+        assert [jax.typeof(x).sharding.spec[0] for x in (out, *grads)] == ["d", "d", None, None]
+    close((out, grads), jitted(lambda *a: (reference(*a), gradients(reference)(*a)), *arrays))
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_a_norm_inside_shard_map_sums_the_gradients_of_scale_and_bias(op):
+    fn, reference, _ = OPS[op]
+    arrays = normal(35, 8, 4), normal(36, 4), normal(37, 4)
+    mapped = jax.shard_map(fn, mesh=AUTO, in_specs=(P("d"), P(), P()), out_specs=P("d"))
+    close(jitted(gradients(mapped), *arrays), jitted(gradients(reference), *arrays))
+
+
+@pytest.mark.parametrize("specs", [[P("d"), P(), P()], [P(None, "d"), P("d"), P()]], ids=str)
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_a_norm_with_sharded_inputs_under_auto_axes_is_right(op, specs):
+    fn, reference, _ = OPS[op]
+    arrays = normal(35, 8, 4), normal(36, 4), normal(37, 4)
+    close(jitted(gradients(fn), *put(AUTO, arrays, specs)), jitted(gradients(reference), *arrays))
+
+
 @pytest.mark.parametrize("spec", [P(None, "d"), P("d")], ids=["rows", "mapped axis"])
 def test_vmap_under_explicit_axes_folds_without_moving_shards(spec):
     arrays = [np.stack([x + i / 8 for i in range(4)]) for x in qkv(4, 4, 2, 1)]

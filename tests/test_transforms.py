@@ -37,6 +37,7 @@ QKV1, QKV2 = (Q1, K1, V1), (Q2, K2, V2)
 IDS = np.asarray(jax.random.randint(jax.random.key(3), (3, BATCH, LENGTH), -1, 2))
 LENGTHS = np.array([[4, 2], [0, 3], [1, 4]])
 X1, W, BIAS = normal(4, 3, 5, 4), normal(5, 4, 3), normal(6, 3)
+SCALE, SHIFT, SCALES = normal(10, 4), normal(11, 4), normal(12, 3, 4)
 WS, BIASES = normal(7, 3, 4, 3), normal(8, 3, 3)
 
 
@@ -101,6 +102,35 @@ def case(name, make, arrays, forward=1, backward=1, op="attention", like=None, d
     return pytest.param(op, make, arrays, forward, backward, like or make, dead, eager, id=f"{op}-{name}")
 
 
+def norm_cases(op):
+    """Transforms of a norm: of one call, and of three calls that share scale and bias or have their own."""
+    one, shared, own = (X1[0], SCALE, SHIFT), (X1, SCALE, SHIFT), (X1, SCALES, SCALES)
+    return [
+        case("grad", gradients, one, op=op, eager=True),
+        case("grad(scan(remat))", lambda f: gradients(stacked(f)), one, 2, op=op, like=layer_gradients),
+        case("jvp", along_query(directional), one, 1, 0, op=op),
+        case("grad(grad)", second_order["grad(grad)"], one, op=op, eager=True),
+        case("jvp(grad)", second_order["jvp(grad)"], one, 1, 0, op=op),
+        case("vmap, shared scale", lambda f: jax.vmap(f, (0, None, None)), shared, 1, 0, op=op),
+        case("grad(vmap), shared scale", lambda f: gradients(jax.vmap(f, (0, None, None))), shared, op=op, eager=True),
+        case("vmap(grad), shared scale", lambda f: jax.vmap(gradients(f), (0, None, None)), shared, op=op),
+        case("grad(vmap), own scales", lambda f: gradients(jax.vmap(f)), own, op=op),
+        case("vmap(grad), own scales", vmapped_gradients, own, op=op),
+    ]
+
+
+def residual_cases():
+    """Transforms of a norm with a residual, both of whose results count."""
+    one, mapped, op = (X1[0], SCALE, X1[1]), (X1, SCALE, X1[::-1]), "residual"
+    return [
+        case("grad", gradients, one, op=op),
+        case("jvp", along_query(directional), one, 1, 0, op=op),
+        case("grad(grad)", second_order["grad(grad)"], one, op=op),
+        case("grad(vmap)", lambda f: gradients(jax.vmap(f, (0, None, 0))), mapped, op=op),
+        case("vmap(grad)", lambda f: jax.vmap(gradients(f), (0, None, 0)), mapped, op=op),
+    ]
+
+
 CASES = [
     case("jit", lambda f: f, QKV0, 1, 0, eager=True),
     case("grad", gradients, QKV0, eager=True),
@@ -159,6 +189,9 @@ CASES = [
          lambda f: gradients(jax.vmap(jax.vmap(f, (0, None, None)), (None, 0, None))), (X1, WS, BIAS), op="linear"),
     case("grad of scan over weights", linear_weights_in_a_scan, (X1[0], WS, BIASES), op="linear"),
     case("grad(grad)", lambda f: gradients(lambda *a: gradients(f)(*a)[1]), (X1[0], W, BIAS), op="linear", eager=True),
+    *norm_cases("rms_norm"),
+    *norm_cases("layer_norm"),
+    *residual_cases(),
 ]  # fmt: skip
 
 

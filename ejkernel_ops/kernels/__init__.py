@@ -16,3 +16,10 @@ from .linear_cross_entropy import LINEAR_CROSS_ENTROPY as LINEAR_CROSS_ENTROPY
 from .linear_cross_entropy import LINEAR_CROSS_ENTROPY_BWD as LINEAR_CROSS_ENTROPY_BWD
 from .linear_cross_entropy import LinearCrossEntropyConfig as LinearCrossEntropyConfig
 from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from .norm import LAYER_NORM as LAYER_NORM
+from .norm import LAYER_NORM_BWD as LAYER_NORM_BWD
+from .norm import RMS_NORM as RMS_NORM
+from .norm import RMS_NORM_BWD as RMS_NORM_BWD
+from .norm import NormConfig as NormConfig
+from .norm import layer_norm as layer_norm
+from .norm import rms_norm as rms_norm
