@@ -37,8 +37,11 @@ from .execution.tuning import Autotuner as Autotuner
 from .execution.tuning import autotune as autotune
 from .kernels import AttentionConfig as AttentionConfig
 from .kernels import LinearConfig as LinearConfig
+from .kernels import RotaryConfig as RotaryConfig
+from .kernels import RotaryScaling as RotaryScaling
 from .kernels import flash_attention as flash_attention
 from .kernels import linear as linear
+from .kernels import rotary_embedding as rotary_embedding
 from .params import BwdParams as BwdParams
 from .params import FwdParams as FwdParams
 from .registry import clear_invocations as clear_invocations

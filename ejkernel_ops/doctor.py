@@ -32,7 +32,7 @@ from .errors import EjkernelError
 from .execution.check import Reference, program
 from .execution.failures import failed, first_line
 from .execution.measure import benchmark
-from .kernels import ATTENTION, ATTENTION_BWD, LINEAR, LINEAR_BWD
+from .kernels import ATTENTION, ATTENTION_BWD, LINEAR, LINEAR_BWD, ROTARY, ROTARY_BWD
 from .kernels.attention import cudnn
 
 _PACKAGES = (
@@ -219,11 +219,15 @@ def _calls() -> list[Invocation]:
     wanted = (True, True, True, *[False] * 8)
     operands, out = (like(128, 64), like(64, 128), like(128)), like(128, 128)
     options = dict(activation="gelu", weight_layout="io", out_dtype=np.dtype(jnp.bfloat16), precision=None)
+    positions = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    turns = dict(theta=10000.0, features=64, interleaved=False, scaling=None)
     described: list[tuple[Any, tuple, dict[str, Any], Any]] = [
         (ATTENTION, arrays, attention, None),
         (ATTENTION_BWD, (*arrays, query, lse, query, None), attention, wanted),
         (LINEAR, operands, options, None),
         (LINEAR_BWD, (*operands, out, out, out, None), options, (True, True, True)),
+        (ROTARY, (query, positions), turns, None),
+        (ROTARY_BWD, (query, positions, query, query), turns, (True, False)),
     ]
     return [Invocation(kernel, args, kwargs, needs=needs) for kernel, args, kwargs, needs in described]
 

@@ -275,7 +275,7 @@ SCRIPT = """
 import hashlib, json, os, sys
 import jax, jax.numpy as jnp
 import ejkernel_ops
-from ejkernel_ops import Kernel, find_labels_in_lowered, flash_attention, linear
+from ejkernel_ops import Kernel, find_labels_in_lowered, flash_attention, linear, rotary_embedding
 
 class Own(Kernel):
     name = "test_process"

@@ -80,6 +80,20 @@ def as_array(name: str, x: Any) -> jax.Array:
         raise TypeError(f"{name} is a {type(x).__name__}; expected an array") from None
 
 
+def as_number(name: str, x: Any) -> float:
+    """An argument as a number that is part of the program.
+
+    Raises:
+        TypeError: not a number, or one that is not known yet.
+    """
+    try:
+        if not isinstance(x, (bool, str)):
+            return float(x)
+    except (TypeError, ValueError):  # a traced one among them
+        pass
+    raise TypeError(f"{name} is {x!r}; expected a number that is known when the program is traced")
+
+
 def canonical_precision(precision: Any) -> Any:
     """The precision of products as static text: what is asked for, else JAX's default of this moment.
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ...errors import UnsupportedError
 from ...execution.executor import default_executor
-from ..config import as_array, canonical_precision, explicit_config
+from ..config import as_array, as_number, canonical_precision, explicit_config
 from .config import AttentionConfig, compute_dtype
 from .kernels import ATTENTION, ATTENTION_BWD
 
@@ -136,10 +136,10 @@ def flash_attention(
         raise ValueError(f"sinks has shape {sinks.shape}; expected one for each of the {num_heads} query heads")
     if sinks is not None and not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise TypeError(f"sinks is {sinks.dtype}; expected a float type")
-    cap = None if logits_soft_cap is None else _number("logits_soft_cap", logits_soft_cap)
+    cap = None if logits_soft_cap is None else as_number("logits_soft_cap", logits_soft_cap)
     if cap is not None and not 0 < cap < math.inf:
         raise ValueError(f"logits_soft_cap is {cap}; expected a positive, finite number or None")
-    rate = _number("dropout_rate", dropout_rate)
+    rate = as_number("dropout_rate", dropout_rate)
     out, lse = default_executor()(
         ATTENTION, query, key, value, _four(bias), _four(mask), offset, q_ids, kv_ids, kv_lengths, sinks,
         _seed(rate, dropout_rng, batch), cfg=explicit_config(AttentionConfig, config, cfg, backend),
@@ -148,16 +148,6 @@ def flash_attention(
         deterministic=bool(deterministic),
     )  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-def _number(name: str, x: Any) -> float:
-    """An argument as a number that is part of the program."""
-    try:
-        if not isinstance(x, (bool, str)):
-            return float(x)
-    except (TypeError, ValueError):  # a traced one among them
-        pass
-    raise TypeError(f"{name} is {x!r}; expected a number that is known when the program is traced")
 
 
 def _check_shapes(query: Any, key: Any, value: Any) -> None:
@@ -210,7 +200,7 @@ def _scale(scale: Any, query: Any, head_dim: int) -> tuple[float, Any]:
     if scale is None:
         return head_dim**-0.5, query
     if not isinstance(scale, jax.Array):
-        scale = _number("softmax_scale", scale)
+        scale = as_number("softmax_scale", scale)
         if not math.isfinite(scale):
             raise ValueError(f"softmax_scale is {scale}; expected a finite number")
         return scale, query
