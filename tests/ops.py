@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_ops import flash_attention, get_invocations, label, linear
+from ejkernel_ops import flash_attention, get_invocations, label, linear, rotary_embedding
 from ejkernel_ops.utils.meta import call_sites, split_label
 
 
@@ -31,6 +31,14 @@ def attention(query, key, value, bias=None, mask=None, ids=None, lengths=None, c
     return jnp.einsum("bhqk,bkhd->bqhd", weights / jnp.where(total == 0, 1.0, total), value)
 
 
+def rotary(x, positions):
+    """Rotary embedding as models write it."""
+    angles = positions[..., None, None] * 10000.0 ** (-jnp.arange(0, x.shape[-1], 2) / x.shape[-1])
+    cos, sin = (jnp.concatenate([f(angles), f(angles)], -1) for f in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x, 2, -1)
+    return x * cos + jnp.concatenate([-second, first], -1) * sin
+
+
 OPS = {  # op, its reference, name of its kernel
     "attention": (flash_attention, attention, "flash_attention"),
     "ids": (
@@ -53,6 +61,7 @@ OPS = {  # op, its reference, name of its kernel
         lambda x, w, b: jax.nn.silu(x @ w + b),
         "linear",
     ),
+    "rotary": (rotary_embedding, rotary, "rotary_embedding"),
 }
 
 

@@ -115,7 +115,9 @@ def _token_positions(positions: Any, tokens: tuple[int, ...]) -> jax.Array:
     fits = len(full) == len(tokens) and all(n in (1, want) for n, want in zip(full, tokens))
     if not shape or not fits or shape[-1] != tokens[-1]:
         hint = "; for one position of each example pass positions[:, None]" if shape == tokens[:-1] else ""
-        raise ValueError(f"positions has shape {shape}; expected {tokens[-1:]}, or one that broadcasts to {tokens}{hint}")
+        raise ValueError(
+            f"positions has shape {shape}; expected {tokens[-1:]}, or one that broadcasts to {tokens}{hint}"
+        )
     if math.prod(full[:-1]) == 1:
         return positions.reshape(1, tokens[-1])
     return jnp.broadcast_to(positions, tokens).reshape(math.prod(tokens[:-1]), tokens[-1])

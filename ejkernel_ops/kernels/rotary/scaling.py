@@ -10,11 +10,11 @@ import numpy as np
 
 from ..config import as_number
 
-_FIELDS: dict[str, dict[str, Any]] = {  # of each kind besides `factor`: the default; `...`: it must be given
-    "linear": {},
-    "ntk": {},
-    "yarn": {"original_length": ..., "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
-    "llama3": {"original_length": ..., "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+_FIELDS: dict[str, dict[str, Any]] = {  # those that each kind has: the default; `...`: it must be given
+    "linear": {"factor": ...},
+    "ntk": {"factor": ...},
+    "yarn": {"factor": ..., "original_length": ..., "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
+    "llama3": {"factor": ..., "original_length": ..., "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 
 
@@ -56,20 +56,17 @@ class RotaryScaling:
     high_freq_factor: float | None = None
 
     def __post_init__(self):
-        if self.kind not in _FIELDS:
+        if self.kind not in list(_FIELDS):
             raise ValueError(f"kind is {self.kind!r}; expected one of {', '.join(_FIELDS)}")
         own = _FIELDS[self.kind]
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
-            if field.name in own and value is None:
-                value = own[field.name]
-            elif field.name not in ("factor", *own) and value is not None:
+            if field.name not in own and value is not None:
                 raise ValueError(f"{field.name} is {value!r}, which {self.kind!r} scaling does not have; leave it out")
+            value = own.get(field.name) if value is None else value
             if value is ...:
                 raise ValueError(f"{field.name} is None; {self.kind!r} scaling needs it")
-            if value is not None:
-                value = _positive(field.name, value)
-            object.__setattr__(self, field.name, value)
+            object.__setattr__(self, field.name, None if value is None else _positive(field.name, value))
         if self.factor < 1:
             raise ValueError(f"factor is {self.factor}; expected at least 1: it divides frequencies")
         for less, more in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
