@@ -1,4 +1,6 @@
-"""Attention, linear maps and rotary embedding in NumPy as documented, with hand-written gradients, and the rules that judge a kernel.
+"""Attention, linear maps and rotary embedding in NumPy as documented, and the rules that judge a kernel.
+
+Gradients are written by hand.
 
 Each runs the same formulas in two ways: exactly, in float64 (long double for float64 inputs), and as a plain program
 in the type of the inputs would: softmax and sums in float32, but probabilities, products and results rounded as they

@@ -214,7 +214,7 @@ def test_no_tokens_or_heads_give_none(shape):
 
 
 def test_frequencies_of_llama_3_are_the_published_ones():
-    """Theta 500000, head_dim 128, factor 8 of 8192 tokens: wavelengths under 2048 stay, over 8192 are 8 times as long."""
+    """Theta 500000, head_dim 128, factor 8 of 8192 tokens: wavelengths to 2048 stay, those from 8192 grow 8 times."""
     scaling = RotaryScaling(kind="llama3", factor=8, original_length=8192, low_freq_factor=1, high_freq_factor=4)
     freqs, factor = frequencies(500000.0, 128, scaling)
     plain = 500000.0 ** (-np.arange(64) / 64)
@@ -273,10 +273,8 @@ def test_equal_scalings_are_one_value_and_can_be_stored():
     assert hash(one) == hash(other)
     assert from_json(to_json(one), RotaryScaling) == one
     x, at = normal(1, 2, 1, 4), np.arange(2)
-    first, second = (
-        jax.jit(functools.partial(rotary_embedding, scaling=s)).lower(x, at).as_text() for s in (one, other)
-    )
-    assert first == second
+    programs = {lowered_gradient(x, at, scaling=scaling).as_text() for scaling in (one, other)}
+    assert len(programs) == 1
 
 
 BAD_SCALINGS = [  # fields, type of the error, what its message must say

@@ -61,9 +61,9 @@ def rotary_embedding(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> x = jnp.ones((1, 3, 2, 4))
-        >>> rotary_embedding(x, jnp.arange(3))[0, :, 0, 0].round(2).tolist()
-        [1.0, -0.30000001192092896, -1.3300000429153442]
+        >>> query = jnp.ones((1, 3, 2, 4))
+        >>> rotary_embedding(query, jnp.arange(3))[0, 0, 0].tolist()
+        [1.0, 1.0, 1.0, 1.0]
 
     Source: RoFormer, Su et al. 2021, arXiv:2104.09864; scaling: see `RotaryScaling`.
     """
@@ -115,9 +115,7 @@ def _token_positions(positions: Any, tokens: tuple[int, ...]) -> jax.Array:
     fits = len(full) == len(tokens) and all(n in (1, want) for n, want in zip(full, tokens))
     if not shape or not fits or shape[-1] != tokens[-1]:
         hint = "; for one position of each example pass positions[:, None]" if shape == tokens[:-1] else ""
-        raise ValueError(
-            f"positions has shape {shape}; expected {tokens[-1:]}, or one that broadcasts to {tokens}{hint}"
-        )
+        raise ValueError(f"positions has shape {shape}; expected {tokens[-1:]} or what broadcasts to {tokens}{hint}")
     if math.prod(full[:-1]) == 1:
         return positions.reshape(1, tokens[-1])
     return jnp.broadcast_to(positions, tokens).reshape(math.prod(tokens[:-1]), tokens[-1])
