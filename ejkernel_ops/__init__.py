@@ -40,12 +40,15 @@ from .kernels import GatedLinearConfig as GatedLinearConfig
 from .kernels import LinearConfig as LinearConfig
 from .kernels import LinearCrossEntropyConfig as LinearCrossEntropyConfig
 from .kernels import NormConfig as NormConfig
+from .kernels import RotaryConfig as RotaryConfig
+from .kernels import RotaryScaling as RotaryScaling
 from .kernels import flash_attention as flash_attention
 from .kernels import gated_linear as gated_linear
 from .kernels import layer_norm as layer_norm
 from .kernels import linear as linear
 from .kernels import linear_cross_entropy as linear_cross_entropy
 from .kernels import rms_norm as rms_norm
+from .kernels import rotary_embedding as rotary_embedding
 from .params import BwdParams as BwdParams
 from .params import FwdParams as FwdParams
 from .registry import clear_invocations as clear_invocations

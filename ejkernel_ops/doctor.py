@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import platform
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import environment
+from .config.cache import Key
 from .config.selection import heuristic
 from .core.invocation import Invocation
 from .doctor_report import Device, Finding, Report, Run
@@ -33,16 +35,18 @@ from .execution.check import Reference, program
 from .execution.failures import failed, first_line
 from .execution.measure import benchmark
 from .kernels import (
-    ATTENTION,
-    ATTENTION_BWD,
-    LAYER_NORM,
-    LAYER_NORM_BWD,
-    LINEAR,
-    LINEAR_BWD,
-    RMS_NORM,
-    RMS_NORM_BWD,
+    flash_attention,
+    gated_linear,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    rms_norm,
+    rotary_embedding,
 )
 from .kernels.attention import cudnn
+from .registry import find_call
+from .utils.fingerprint import device_fingerprint
+from .utils.meta import find_labels_in_lowered, split_label
 
 _PACKAGES = (
     "ejlayers", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt",
@@ -177,7 +181,7 @@ def _ask(backend: str) -> tuple[list[dict[str, Any]], str]:
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:  # kept when the child dies
         try:
             code = subprocess.run(
-                command, env=environment.child_environment(), stdin=subprocess.DEVNULL, stdout=log,
+                command, env=environment.child_environment() | {environment.RECORD: "1"}, stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, timeout=_CHILD_S,
             ).returncode  # fmt: skip
             end = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
@@ -214,34 +218,34 @@ def _answer(**what: Any) -> None:
 
 
 def _calls() -> list[Invocation]:
-    """A tiny call of each kernel that every back end can do: where one is not eligible, the machine lacks something."""
+    """Both calls of each op at a tiny size that every back end can do: where one cannot, the machine lacks something."""
 
-    def like(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    def like(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
 
-    query, key, lse = like(1, 128, 4, 64), like(1, 128, 2, 64), jax.ShapeDtypeStruct((1, 128, 4), jnp.float32)
-    arrays = (query, key, key, *[None] * 8)
-    attention = dict(
-        causal=True, sliding_window=None, static_offset=0, softmax_scale=0.125, logits_soft_cap=None, dropout_rate=0.0,
-        precision=None, deterministic=False,
-    )  # fmt: skip
-    wanted = (True, True, True, *[False] * 8)
-    operands, out = (like(128, 64), like(64, 128), like(128)), like(128, 128)
-    options = dict(activation="gelu", weight_layout="io", out_dtype=np.dtype(jnp.bfloat16), precision=None)
-    statistic, norm = jax.ShapeDtypeStruct((128, 1), jnp.float32), {"epsilon": 1e-6}
-    rows, needs_all = (out, like(128), like(128), out), (True, True, True, True)
-    rms, layer = ((out, out, mean, statistic, out, out, None, None) for mean in (None, statistic))
-    described: list[tuple[Any, tuple, dict[str, Any], Any]] = [
-        (ATTENTION, arrays, attention, None),
-        (ATTENTION_BWD, (*arrays, query, lse, query, None), attention, wanted),
-        (LINEAR, operands, options, None),
-        (LINEAR_BWD, (*operands, out, out, out, None), options, (True, True, True)),
-        (RMS_NORM, rows, norm, None),
-        (RMS_NORM_BWD, (*rows, *rms), norm, needs_all),
-        (LAYER_NORM, rows, norm, None),
-        (LAYER_NORM_BWD, (*rows, *layer), norm, needs_all),
+    heads, x, weight, vector = like(1, 128, 4, 64), like(128, 64), like(64, 128), like(64)
+    ids = like(128, dtype=jnp.int32)
+    ops: list[tuple[Callable[..., Any], tuple]] = [
+        (
+            functools.partial(flash_attention, causal=True, deterministic=False),
+            (heads, like(1, 128, 2, 64), like(1, 128, 2, 64)),
+        ),
+        (functools.partial(linear, activation="gelu"), (x, weight, like(128))),
+        (gated_linear, (x, weight, weight)),
+        (rms_norm, (x, vector)),
+        (layer_norm, (x, vector, vector)),
+        (rotary_embedding, (heads, ids)),
+        (linear_cross_entropy, (x, weight, ids)),
     ]
-    return [Invocation(kernel, args, kwargs, needs=needs) for kernel, args, kwargs, needs in described]
+
+    def step(op: Callable[..., Any], arrays: tuple) -> Any:
+        floats = tuple(i for i, array in enumerate(arrays) if jnp.issubdtype(array.dtype, jnp.floating))
+        return jax.jit(jax.grad(lambda *arrays: op(*arrays, backend="xla").sum(), floats)).lower(*arrays)
+
+    device = device_fingerprint()
+    labels = [label for op, arrays in ops for label in find_labels_in_lowered(step(op, arrays))]
+    found = [find_call(Key(device, *split_label(label))) for label in labels]
+    return [inv for inv in found if inv is not None]
 
 
 def _device(device: Any) -> Device:

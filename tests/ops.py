@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_ops import flash_attention, get_invocations, label, layer_norm, linear, rms_norm
+from ejkernel_ops import flash_attention, get_invocations, label, layer_norm, linear, rms_norm, rotary_embedding
 from ejkernel_ops.utils.meta import call_sites, split_label
 
 
@@ -35,6 +35,14 @@ def norm(x, scale, bias=0, centred=False):
     """A norm over the last axis as it is defined, in plain JAX."""
     x = x - x.mean(-1, keepdims=True) if centred else x
     return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale + bias
+
+
+def rotary(x, positions):
+    """Rotary embedding as models write it."""
+    angles = positions[..., None, None] * 10000.0 ** (-jnp.arange(0, x.shape[-1], 2) / x.shape[-1])
+    cos, sin = (jnp.concatenate([f(angles), f(angles)], -1) for f in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x, 2, -1)
+    return x * cos + jnp.concatenate([-second, first], -1) * sin
 
 
 OPS = {  # op, its reference, name of its kernel
@@ -66,6 +74,7 @@ OPS = {  # op, its reference, name of its kernel
         lambda x, scale, residual: jnp.stack([norm(x + residual, scale, centred=True), x + residual]),
         "layer_norm",
     ),
+    "rotary": (rotary_embedding, rotary, "rotary_embedding"),
 }
 
 

@@ -293,6 +293,73 @@ def _norm(
     return results | {n: rounded(gradients[n], a.dtype) for n, a in arrays.items()}
 
 
+def rotary(
+    x: Any,
+    positions: Any,
+    *,
+    dout: Any,
+    theta: float = 10000.0,
+    fraction: float = 1.0,
+    interleaved: bool = False,
+    scaling: Any = None,
+    plain: bool = False,
+) -> dict[str, np.ndarray]:
+    """Rotary embedding as `out`, and the gradient of `x`; `positions` are `(length,)` or `(batch, length)`."""
+    x = np.asarray(x)
+    rounded, work = _arithmetic(x.dtype, plain)
+    features = round(fraction * x.shape[-1])
+    freqs, factor = rotary_frequencies(theta, features, scaling)
+    angles = (np.asarray(positions).astype(work)[..., None] * np.asarray(freqs).astype(work))[..., None, :]
+    cos, sin = factor * np.cos(angles), factor * np.sin(angles)
+    half = features // 2
+    even, odd = (slice(0, features, 2), slice(1, features, 2)) if interleaved else (slice(half), slice(half, features))
+
+    def turned(x: np.ndarray, sin: np.ndarray) -> np.ndarray:
+        x = np.asarray(x).astype(work)
+        out = x.copy()
+        out[..., even] = x[..., even] * cos - x[..., odd] * sin
+        out[..., odd] = x[..., odd] * cos + x[..., even] * sin
+        return rounded(out)
+
+    return {"out": turned(x, sin), "x": turned(dout, -sin)}
+
+
+def rotary_frequencies(theta: float, features: int, scaling: Any) -> tuple[list[float], float]:
+    """The angle of each pair for one position, by the published formulas one by one, and the factor of cos and sin."""
+    plain = [theta ** (-2 * i / features) for i in range(features // 2)]
+    if scaling is None:
+        return plain, 1.0
+    s, kind = scaling.factor, scaling.kind
+    if kind == "linear":
+        return [f / s for f in plain], 1.0
+    if kind == "ntk":
+        base = theta * s ** (features / (features - 2))
+        return [base ** (-2 * i / features) for i in range(features // 2)], 1.0
+    length = scaling.original_length
+    if kind == "llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        found = []
+        for f in plain:
+            wavelength = 2 * math.pi / f
+            smooth = (length / wavelength - low) / (high - low)
+            if wavelength < length / high:
+                found.append(f)
+            elif wavelength > length / low:
+                found.append(f / s)
+            else:
+                found.append((1 - smooth) * f / s + smooth * f)
+        return found, 1.0
+    fast, slow = (
+        features * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    low, high = max(math.floor(fast), 0), min(math.ceil(slow), features - 1)
+    high = high + 0.001 if low == high else high
+    ramps = [min(1, max(0, (i - low) / (high - low))) for i in range(features // 2)]
+    factor = scaling.attention_factor or 0.1 * math.log(s) + 1
+    return [f / s * ramp + f * (1 - ramp) for f, ramp in zip(plain, ramps)], factor
+
+
 def _gelu(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scale = math.sqrt(2 / math.pi)
     t = np.tanh(scale * (x + 0.044715 * x**3))

@@ -275,7 +275,7 @@ SCRIPT = """
 import hashlib, json, os, sys
 import jax, jax.numpy as jnp
 import ejkernel_ops
-from ejkernel_ops import Kernel, find_labels_in_lowered, flash_attention, linear
+from ejkernel_ops import Kernel, RotaryScaling, find_labels_in_lowered, flash_attention, linear, rotary_embedding
 
 class Own(Kernel):
     name = "test_process"
@@ -287,6 +287,8 @@ class Own(Kernel):
 own, turned = Own(), sys.argv[1] == "turned"
 def loss(q, k, w):
     out = flash_attention(q, k, k, causal=True) if not turned else flash_attention(causal=True, value=k, key=k, query=q)
+    scaling = RotaryScaling(kind="yarn", factor=2, original_length=64)
+    out = rotary_embedding(out, jnp.arange(4), scaling=scaling)
     out = linear(out, w, activation="silu")
     options = {"scale": 2.0, "dtype": jnp.float32}
     options = dict(reversed(options.items())) if turned else options
@@ -329,7 +331,8 @@ def test_eight_processes_make_the_same_keys_and_programs_and_share_what_is_compi
     assert len({json.dumps(rest) for _, *rest in found}) == 1
     assert {file.name for file in compiled.iterdir() if file.name.endswith("-cache")} == programs  # all were hits
     assert [text.partition("#")[2].partition("@")[0] for text in found[0][1]] == [
-        "flash_attention", "flash_attention_bwd", "linear", "linear_bwd", "test_process"
+        "flash_attention", "flash_attention_bwd", "linear", "linear_bwd", "rotary_embedding", "rotary_embedding_bwd",
+        "test_process",
     ]  # fmt: skip
 
 

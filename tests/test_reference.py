@@ -13,7 +13,7 @@ from ejkernel_ops.environment import VARIABLES
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("ejkernel_ops", "ejlayers", "ejlayers.nnx")
-OPS = ("flash_attention", "linear")
+OPS = ("flash_attention", "linear", "rotary_embedding")
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example|Source):", re.MULTILINE)
 SOURCES = sorted(path for package in ("ejkernel_ops", "ejlayers") for path in (ROOT / package).rglob("*.py"))
 METHODS = (staticmethod, classmethod, property)

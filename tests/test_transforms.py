@@ -38,6 +38,7 @@ IDS = np.asarray(jax.random.randint(jax.random.key(3), (3, BATCH, LENGTH), -1, 2
 LENGTHS = np.array([[4, 2], [0, 3], [1, 4]])
 X1, W, BIAS = normal(4, 3, 5, 4), normal(5, 4, 3), normal(6, 3)
 SCALE, SHIFT, SCALES = normal(10, 4), normal(11, 4), normal(12, 3, 4)
+PLACES = np.array([[3, 0, 7, 1], [2, 9, 4, 4], [0, 1, 2, 3]])
 WS, BIASES = normal(7, 3, 4, 3), normal(8, 3, 3)
 
 
@@ -192,6 +193,17 @@ CASES = [
     *norm_cases("rms_norm"),
     *norm_cases("layer_norm"),
     *residual_cases(),
+    case("grad", gradients, (Q0, PLACES[:2]), op="rotary", eager=True),
+    case("vmap(grad)", vmapped_gradients, (Q1, np.stack([PLACES[:2], PLACES[1:], PLACES[:2]])), op="rotary"),
+    case("vmap(grad), shared positions", lambda f: jax.vmap(gradients(f), (0, None)), (Q1, PLACES[0]), op="rotary",
+         eager=True),
+    case("grad(vmap), shared positions", lambda f: gradients(jax.vmap(f, (0, None))), (Q1, PLACES[0]), op="rotary"),
+    case("grad(vmap), positions of each example", lambda f: gradients(jax.vmap(f)), (Q1[:, 0], PLACES), op="rotary"),
+    case("grad(vmap), shared input", lambda f: gradients(jax.vmap(f, (None, 0))), (Q0[0], PLACES), op="rotary"),
+    case("grad(scan(remat))", lambda f: gradients(stacked(f)), (Q0, PLACES[0]), 2, op="rotary", eager=True),
+    case("jvp", lambda f: lambda x, at: directional(lambda x: f(x, at), x), (Q0, PLACES[0]), 1, 0, op="rotary",
+         eager=True),
+    case("grad(grad)", lambda f: gradients(lambda *a: gradients(f)(*a)[0]), (Q0, PLACES[0]), op="rotary"),
 ]  # fmt: skip
 
 

@@ -23,3 +23,8 @@ from .norm import RMS_NORM_BWD as RMS_NORM_BWD
 from .norm import NormConfig as NormConfig
 from .norm import layer_norm as layer_norm
 from .norm import rms_norm as rms_norm
+from .rotary import ROTARY as ROTARY
+from .rotary import ROTARY_BWD as ROTARY_BWD
+from .rotary import RotaryConfig as RotaryConfig
+from .rotary import RotaryScaling as RotaryScaling
+from .rotary import rotary_embedding as rotary_embedding

@@ -42,6 +42,14 @@ class RowKernel(Kernel):
         """The rows of a chunk."""
         return getattr(cfg, self.direction).blocksize_m
 
+    def num_rows(self, inv: Invocation) -> int:
+        """The rows of a call."""
+        return num_rows(inv.arguments[self.with_rows[0]])
+
+    def resized(self, x: Any, rows: int) -> Any:
+        """An array like `x` with so many rows."""
+        return jax.ShapeDtypeStruct((rows, x.shape[-1]), x.dtype)
+
     def config(self, rows: int) -> Any:
         """The config of a number of rows."""
         params = FwdParams if self.direction == "fwd" else BwdParams
@@ -49,11 +57,11 @@ class RowKernel(Kernel):
 
     def heuristic_cfg(self, inv: Invocation) -> Any:
         """All rows at once: what XLA makes of the plain expression is hard to beat, and shards stay whole."""
-        return self.config(num_rows(inv.arguments[self.with_rows[0]]))
+        return self.config(self.num_rows(inv))
 
     def candidate_cfgs(self, inv: Invocation) -> list[Any]:
         """All rows at once, and chunks."""
-        rows = num_rows(inv.arguments[self.with_rows[0]])
+        rows = self.num_rows(inv)
         return [self.config(n) for n in (rows, *(n for n in self.chunks if n < rows))]
 
     def illegal(self, inv: Invocation, cfg: Any) -> str | None:
@@ -63,15 +71,10 @@ class RowKernel(Kernel):
 
     def odd_calls(self, inv: Invocation) -> list[Invocation]:
         """One with an odd count of rows, at most 1023."""
-        rows = min(num_rows(inv.arguments[self.with_rows[0]]), 1024)
+        rows = min(self.num_rows(inv), 1024)
         odd = max(1, rows - 1 if rows % 2 == 0 else rows - 2)
-
-        def resized(name: str, x: Any) -> Any:
-            if name not in self.with_rows or x is None:
-                return x
-            return jax.ShapeDtypeStruct((odd, x.shape[-1]), x.dtype)
-
-        return [inv.like(*map(resized, inv.arguments, inv.args))]
+        pairs = zip(inv.arguments, inv.args)
+        return [inv.like(*(self.resized(x, odd) if n in self.with_rows and x is not None else x for n, x in pairs))]
 
 
 def num_rows(x: Any) -> int:

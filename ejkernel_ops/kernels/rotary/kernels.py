@@ -1,0 +1,123 @@
+"""The two kernels of rotary position embedding on XLA: tokens turned by the angles of their positions, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.invocation import Invocation
+from ...core.kernel import is_float
+from ..config import OpConfig
+from ..rows import RowKernel, accumulated, over_rows
+from .scaling import frequencies
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryConfig(OpConfig):
+    """Back end and tile sizes of `rotary_embedding`; a field left `None` inherits.
+
+    Args:
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which `rotary_embedding` has `"xla"` so far.
+        fwd: `blocksize_m` of the forward kernel, in tokens of all examples.
+        bwd: the same of the backward kernel.
+
+    Raises:
+        ConfigError: a field of the wrong type, or an unknown back end.
+
+    Example:
+        >>> from ejkernel_ops import FwdParams
+        >>> RotaryConfig(fwd=FwdParams(blocksize_m=512)).fwd.blocksize_m
+        512
+    """
+
+
+class TokenKernel(RowKernel):
+    """A kernel whose rows are tokens: `x` is `(batch, length, heads, head_dim)`, `positions` `(batch or 1, length)`."""
+
+    config_cls = RotaryConfig
+
+    def num_rows(self, inv: Invocation) -> int:
+        """The tokens of all examples."""
+        return max(1, math.prod(inv.arguments["x"].shape[:2]))
+
+    def resized(self, x: Any, rows: int) -> Any:
+        """One example of so many tokens."""
+        return jax.ShapeDtypeStruct((1, rows, *x.shape[2:]), x.dtype)
+
+    def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
+        """Random arrays, and positions that count up: where all are 0, nothing turns."""
+        made = super().make_inputs(inv, rng)
+        return [x if is_float(x) else jnp.broadcast_to(jnp.arange(x.shape[1], dtype=x.dtype), x.shape) for x in made]
+
+
+class RotaryBackward(TokenKernel):
+    """The gradient of a rotary embedding: its cotangent, turned back."""
+
+    name = "rotary_embedding_bwd"
+    direction = "bwd"
+    with_rows = ("x", "positions", "out", "dout")
+
+    def run_xla(self, x, positions, out, dout, *, cfg, needs, theta, features, interleaved, scaling):
+        """Chunks of tokens; `x` alone has a gradient, and it depends on neither input nor output."""
+        options = dict(theta=theta, features=features, interleaved=interleaved, scaling=scaling)
+        return turned(dout, positions, self.chunk(cfg), back=True, **options), None
+
+
+class RotaryForward(TokenKernel):
+    """Pairs of features of every head, turned by angles in proportion to the position of the token."""
+
+    name = "rotary_embedding"
+    with_rows = ("x", "positions")
+    rows, out_rows = (True, "broadcast"), (True,)
+    backward = RotaryBackward()
+
+    def out_like(self, x, positions, *, theta, features, interleaved, scaling):
+        """The type of the output."""
+        return x
+
+    def run_xla(self, x, positions, *, cfg, theta, features, interleaved, scaling):
+        """Chunks of tokens."""
+        options = dict(theta=theta, features=features, interleaved=interleaved, scaling=scaling)
+        return turned(x, positions, self.chunk(cfg), back=False, **options)
+
+
+ROTARY = RotaryForward()
+ROTARY_BWD = RotaryForward.backward
+
+
+def turned(x: jax.Array, positions: jax.Array, size: int, *, back: bool, **options: Any) -> jax.Array:
+    """All tokens turned by the angles of their positions, or back, in chunks of `size` tokens."""
+
+    def chunk(x, positions):
+        cos, sin = _cos_sin(positions, accumulated(x), options["theta"], options["features"], options["scaling"])
+        return _turned(x, cos, -sin if back else sin, options["features"], options["interleaved"]), ()
+
+    tokens = x.shape[0] * x.shape[1]
+    if size >= tokens:
+        return chunk(x, positions)[0]
+    positions = jnp.broadcast_to(positions, x.shape[:2])
+    return over_rows(chunk, [x.reshape(tokens, *x.shape[2:]), positions.reshape(tokens)], size)[0].reshape(x.shape)
+
+
+def _cos_sin(positions: jax.Array, dtype: Any, theta: float, features: int, scaling: Any) -> jax.Array:
+    """Cosines and sines of each token's angles, both `(..., 1, features / 2)`, with the factor that scaling has."""
+    freqs, factor = frequencies(theta, features, scaling)
+    angles = positions.astype(dtype)[..., None] * jnp.asarray(freqs, dtype)
+    both = factor * jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+    # On a CPU XLA takes cos and sin for cheap and computes them again for each head; what is gathered it keeps.
+    return both.at[np.arange(2)].get(mode="promise_in_bounds")[..., None, :]
+
+
+def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, features: int, interleaved: bool) -> jax.Array:
+    """The first features, in pairs, turned by angles of these cosines and sines."""
+    shape, axis = ((features // 2, 2), -1) if interleaved else ((2, features // 2), -2)
+    pairs = x[..., :features].astype(cos.dtype).reshape(*x.shape[:-1], *shape)
+    first, second = (jax.lax.index_in_dim(pairs, i, axis % pairs.ndim, keepdims=False) for i in (0, 1))
+    both = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis)
+    both = both.reshape(*x.shape[:-1], features).astype(x.dtype)
+    return jnp.concatenate([both, x[..., features:]], -1)
