@@ -181,8 +181,8 @@ def _ask(backend: str) -> tuple[list[dict[str, Any]], str]:
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:  # kept when the child dies
         try:
             code = subprocess.run(
-                command, env=environment.child_environment() | {environment.RECORD: "1"}, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, timeout=_CHILD_S,
+                command, env=environment.child_environment() | {environment.RECORD: "1"}, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, timeout=_CHILD_S,
             ).returncode  # fmt: skip
             end = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         except subprocess.TimeoutExpired:
@@ -218,7 +218,7 @@ def _answer(**what: Any) -> None:
 
 
 def _calls() -> list[Invocation]:
-    """Both calls of each op at a tiny size that every back end can do: where one cannot, the machine lacks something."""
+    """Both calls of each op at a tiny size that all back ends can do: where one cannot, the machine lacks something."""
 
     def like(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -117,6 +117,16 @@ def test_a_norm_under_explicit_axes_keeps_the_sharding_of_its_rows(op):
     close((out, grads), jitted(lambda *a: (reference(*a), gradients(reference)(*a)), *arrays))
 
 
+@pytest.mark.parametrize("op", ["linear", "rms_norm", "layer_norm"])
+def test_rows_under_explicit_axes_are_not_gathered(op):
+    """A chunk of the rows that one device has, of an array over all, would be a loop over the shards of others."""
+    vectors = (W, BIAS) if op == "linear" else (normal(36, 4), normal(37, 4))
+    with jax.set_mesh(EXPLICIT):
+        sharded = put(EXPLICIT, (normal(31, 8, 4), *vectors), [P("d"), P(), P()])
+        text = jax.jit(gradients(OPS[op][0])).lower(*sharded).compile().as_text()
+    assert not {"all-gather", "all-to-all", "collective-permute"} & set(text.replace("(", " ").split())
+
+
 @pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
 def test_a_norm_inside_shard_map_sums_the_gradients_of_scale_and_bias(op):
     fn, reference, _ = OPS[op]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -39,8 +40,9 @@ class RowKernel(Kernel):
         return dataclasses.replace(cfg, **{"bwd" if self.direction == "fwd" else "fwd": None})
 
     def chunk(self, cfg: Any) -> int:
-        """The rows of a chunk."""
-        return getattr(cfg, self.direction).blocksize_m
+        """The rows of a chunk: all of them where XLA spreads arrays over a mesh, for chunks would gather the shards."""
+        spread = jax.sharding.AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
+        return sys.maxsize if spread else getattr(cfg, self.direction).blocksize_m
 
     def num_rows(self, inv: Invocation) -> int:
         """The rows of a call."""

@@ -80,8 +80,8 @@ class GatedLinearBackward(RowKernel):
         made = {n: None if x is None else random_array(rng, x) for n, x in inv.arguments.items() if n not in inv.kwargs}
         operands = [made[n] for n in ("x", "gate_weight", "up_weight", "gate_bias", "up_bias")]
         statics = {n: inv.kwargs[n] for n in ("weight_layout", "precision")}
-        gate, up = jax.jit(lambda *x: _products(*x, **statics))(*operands)
-        made["gate"], made["up"] = gate.astype(made["x"].dtype), up.astype(made["x"].dtype)
+        products = jax.jit(lambda *x: _products(*x, **statics))(*operands)
+        made |= {n: x.astype(inv.arguments[n].dtype) for n, x in zip(("gate", "up"), products)}
         return [x for x in made.values() if x is not None]
 
     def illegal(self, inv: Invocation, cfg: GatedLinearConfig) -> str | None:

@@ -73,12 +73,13 @@ def gated_linear(
             raise TypeError(f"{name} is {a.dtype}; expected a float type")
     features = _check_weights(arrays, weight_layout)
     biases = _biases(arrays, features)
-    x, weights = arrays["x"], [arrays[n] for n in ("gate_weight", "up_weight")]
-    dtype = jnp.result_type(*(a.dtype for a in (x, *weights) if a is not None))
-    x, *weights = (None if a is None else a.astype(dtype) for a in (x, *weights))
-    one_row = x.ndim == 1
+    given = [arrays[n] for n in ("x", "gate_weight", "up_weight")]
+    dtype = jnp.result_type(*(a.dtype for a in given if a is not None))
+    rows: Any
+    rows, *weights = (None if a is None else a.astype(dtype) for a in given)
+    one_row = rows.ndim == 1
     out, *_ = default_executor()(
-        GATED_LINEAR, x[None] if one_row else x, *weights, *biases,
+        GATED_LINEAR, rows[None] if one_row else rows, *weights, *biases,
         cfg=explicit_config(GatedLinearConfig, config, cfg, backend), activation=activation,
         weight_layout=weight_layout, precision=canonical_precision(precision),
     )  # fmt: skip

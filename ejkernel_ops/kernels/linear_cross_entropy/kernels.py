@@ -194,7 +194,8 @@ class LinearCrossEntropyBackward(Kernel):
         given = dict(zip(names, operands))
         loss, vocab = inv.arguments["loss"], _sizes(inv)[1]
         hidden = _only_counted(given["hidden"], given["labels"])
-        sums = jax.jit(lambda *x: _sums(*x, loss, _tiles(inv)[0][1], inv.arguments["precision"]))(
+        tile, precision = _tiles(inv)[0][1], inv.arguments["precision"]
+        sums = jax.jit(lambda h, w, b, y: _sums(h, w, b, y, loss, tile, precision))(
             hidden, given["weight"], given.get("bias"), given["labels"]
         )
         losses = loss.losses(given["labels"], sums, vocab)
