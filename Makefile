@@ -45,7 +45,7 @@ types: install
 bench: install
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/attention_cpu.py
-	$(BIN)/python benchmarks/norm_cpu.py
+	for op in linear gated_linear norm rotary linear_cross_entropy; do $(BIN)/python benchmarks/$${op}_cpu.py || exit 1; done
 
 clean:
 	rm -rf $(VENV) runs dist build

@@ -99,9 +99,9 @@ def main(description: str, cases: Sequence[Case], stem: str) -> None:
     for case in cases:
         table.append(measure(case, options.rounds) | about)
         print(*(f"{name}={value}" for name, value in table[-1].items() if name not in about), flush=True)
+        write_rows(options.out, table)  # after each case: the run may be ended
     mean = math.exp(statistics.fmean(math.log(row["speedup"]) for row in table))
     print(f"least {min(row['speedup'] for row in table):.2f}x, geometric mean {mean:.2f}x")
-    write_rows(options.out, table)
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
