@@ -47,7 +47,7 @@ def gradients(fn, arrays):
 
 @functools.cache
 def step(name):
-    fn, arrays = OPS[name]
+    fn = OPS[name][0]
     return jax.jit(lambda *arrays: (fn(*arrays), gradients(fn, arrays)(*arrays)))
 
 
