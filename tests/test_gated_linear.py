@@ -189,6 +189,9 @@ TRANSFORMS = {
     ),
     "grad(scan(remat))": lambda f: gradients(scanned(f)),
     "grad(grad)": lambda f: gradients(lambda *a: gradients(f)(*a)[1]),
+    "grad(grad) of one weight": lambda f: jax.grad(
+        lambda x, g, u: (jax.grad(lambda u: (f(x, g, u) ** 2).sum())(u) ** 2).sum(), 1
+    ),
     "jvp": lambda f: lambda x, g, u: jax.jvp(f, (x, g, u), (jnp.cos(x), jnp.sin(g), u)),
 }
 

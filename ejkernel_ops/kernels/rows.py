@@ -112,6 +112,17 @@ def transposed(weight_layout: str) -> str:
     return "oi" if weight_layout == "io" else "io"
 
 
+@jax.custom_jvp
+def held_back(x: jax.Array, others: Any) -> jax.Array:
+    """`x`, once some other arrays are there: what is computed of it again is not taken for what was computed before."""
+    return jax.lax.optimization_barrier((x, others))[0]
+
+
+@held_back.defjvp
+def _held_back_jvp(primals, tangents):
+    return held_back(*primals), tangents[0]  # JAX 0.12 cannot transpose a barrier of which a part is constant
+
+
 def over_rows(fn: Callable[..., tuple[Any, Any]], arrays: Sequence[Any], size: int) -> tuple[Any, Any]:
     """Applies a function to chunks of rows: its first results joined, its second ones summed over the chunks.
 

@@ -14,7 +14,17 @@ from ...core.kernel import random_array
 from ...errors import ConfigError
 from ..activations import ACTIVATIONS, derivative
 from ..config import OpConfig
-from ..rows import RowKernel, accumulated, flat_rows, num_rows, over_rows, product, transposed, weight_gradient
+from ..rows import (
+    RowKernel,
+    accumulated,
+    flat_rows,
+    held_back,
+    num_rows,
+    over_rows,
+    product,
+    transposed,
+    weight_gradient,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +128,7 @@ class GatedLinearBackward(RowKernel):
 
         if cfg.recompute:  # after the cotangents are there, and not as the forward's products, which XLA would hold
             gate = up = None
-            x, dout, dgate, dup = jax.lax.optimization_barrier((x, dout, dgate, dup))
+            x = held_back(x, (dout, dgate, dup))
         flat = [None if a is None else flat_rows(a) for a in (x, gate, up, dout, dgate, dup)]
         dx, (dws, sums) = over_rows(gradients, flat, self.chunk(cfg))
         return None if dx is None else dx.reshape(x.shape), *dws, *([None] if fused else []), *sums

@@ -17,7 +17,7 @@ from ...params import BwdParams, FwdParams
 from ...utils.fingerprint import platform_kind
 from ...utils.varying import equally_varying
 from ..config import OpConfig
-from ..rows import accumulated, over_rows, product, transposed, weight_gradient
+from ..rows import accumulated, held_back, over_rows, product, transposed, weight_gradient
 from .loss import IGNORED, Loss, Sums
 
 _LOGITS = {"cpu": 1 << 23, "gpu": 1 << 26, "tpu": 1 << 26}  # held at once: 32 and 256 MiB of float32
@@ -220,7 +220,7 @@ class LinearCrossEntropyBackward(Kernel):
 
         def again(_):
             scale = coefficients.astype(losses.dtype) * dout
-            later, scale = jax.lax.optimization_barrier((hidden, scale))  # not as the forward's logits, held since
+            later = held_back(hidden, scale)  # not as the forward's logits, which XLA would hold
             return self._again(later, weight, bias, labels, sums, scale, cfg.bwd, wanted, loss, precision)
 
         if not any(wanted):
