@@ -123,6 +123,16 @@ def _held_back_jvp(primals, tangents):
     return held_back(*primals), tangents[0]  # JAX 0.12 cannot transpose a barrier of which a part is constant
 
 
+def by_rows(fn: Callable[..., Any], arrays: Sequence[Any], size: int) -> Any:
+    """Applies a function of arrays `(..., features)`, or `None`, that sums no rows, to chunks of `size` rows."""
+    like = arrays[0]
+    if size >= num_rows(like):
+        return fn(*arrays)
+    flat = [None if a is None else flat_rows(a) for a in arrays]
+    outs, _ = over_rows(lambda *chunk: (fn(*chunk), ()), flat, size)
+    return jax.tree.map(lambda a: a.reshape(*like.shape[:-1], a.shape[-1]), outs)
+
+
 def over_rows(fn: Callable[..., tuple[Any, Any]], arrays: Sequence[Any], size: int) -> tuple[Any, Any]:
     """Applies a function to chunks of rows: its first results joined, its second ones summed over the chunks.
 

@@ -17,9 +17,9 @@ from ..config import OpConfig
 from ..rows import (
     RowKernel,
     accumulated,
+    by_rows,
     flat_rows,
     held_back,
-    num_rows,
     over_rows,
     product,
     transposed,
@@ -160,13 +160,9 @@ class GatedLinearForward(RowKernel):
         def chunk(x):
             gate, up = _products(x, gate_weight, up_weight, gate_bias, up_bias, weight_layout, precision)
             out = ACTIVATIONS[activation](gate) * up
-            return tuple(a.astype(x.dtype) for a in (out, gate, up)), ()
+            return tuple(a.astype(x.dtype) for a in (out, gate, up))
 
-        size = self.chunk(cfg)
-        if size >= num_rows(x):
-            return chunk(x)[0]
-        outs, _ = over_rows(chunk, [flat_rows(x)], size)
-        return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], a.shape[-1]), outs)
+        return by_rows(chunk, [x], self.chunk(cfg))
 
 
 GATED_LINEAR = GatedLinearForward()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from ..activations import ACTIVATIONS, derivative
 from ..config import OpConfig
-from ..rows import RowKernel, accumulated, flat_rows, num_rows, over_rows, product, transposed, weight_gradient
+from ..rows import RowKernel, accumulated, by_rows, flat_rows, over_rows, product, transposed, weight_gradient
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,14 +103,10 @@ class LinearForward(RowKernel):
                 preact = preact + bias.astype(dtype)
             saved = preact.astype(out_dtype)
             if activation is None:
-                return (saved, None), ()
-            return (ACTIVATIONS[activation](preact).astype(out_dtype), saved), ()
+                return saved, None
+            return ACTIVATIONS[activation](preact).astype(out_dtype), saved
 
-        size = self.chunk(cfg)
-        if size >= num_rows(x):
-            return chunk(x)[0]
-        outs, _ = over_rows(chunk, [flat_rows(x)], size)
-        return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], a.shape[-1]), outs)
+        return by_rows(chunk, [x], self.chunk(cfg))
 
 
 LINEAR = LinearForward()

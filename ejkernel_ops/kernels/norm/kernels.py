@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..config import OpConfig
-from ..rows import RowKernel, accumulated, flat_rows, num_rows, over_rows
+from ..rows import RowKernel, accumulated, by_rows, flat_rows, over_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,13 +119,9 @@ class NormForward(RowKernel):
                 normed = normed * scale.astype(dtype)
             if bias is not None:
                 normed = normed + bias.astype(dtype)
-            return (normed.astype(x.dtype if summed is None else summed.dtype), summed, mean, rstd), ()
+            return normed.astype(x.dtype if summed is None else summed.dtype), summed, mean, rstd
 
-        size = self.chunk(cfg)
-        if size >= num_rows(x):
-            return chunk(x, residual)[0]
-        outs, _ = over_rows(chunk, [None if a is None else flat_rows(a) for a in (x, residual)], size)
-        return jax.tree.map(lambda a: a.reshape(*x.shape[:-1], a.shape[-1]), outs)
+        return by_rows(chunk, [x, residual], self.chunk(cfg))
 
 
 class RmsNormBackward(NormBackward):
