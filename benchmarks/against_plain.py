@@ -24,16 +24,19 @@ from ejkernel_ops.execution.measure import interleaved, spread
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A row of a table: what it is about, both functions, and arrays; of the floats among them gradients are taken."""
+    """A row of a table: what it is about, both functions, arrays, and whether gradients of the floats are taken."""
 
     about: dict[str, Any]
     ours: Callable
     plain: Callable
     arrays: Sequence[jax.Array]
+    gradients: bool = True
 
 
-def forward_and_backward(fn: Callable, arrays: Sequence[jax.Array]) -> Callable:
-    """Output and gradients for a given cotangent."""
+def program(fn: Callable, arrays: Sequence[jax.Array], gradients: bool) -> Callable:
+    """Output, and gradients for a given cotangent."""
+    if not gradients:
+        return jax.jit(lambda dout, *arrays: fn(*arrays))
     floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
     def run(dout, *arrays):
@@ -53,7 +56,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     """One row of the table; `load` is the load average of the minute before, in processes."""
     load, like = os.getloadavg()[0], jax.eval_shape(case.plain, *case.arrays)
     arrays = [jax.random.normal(jax.random.key(99), like.shape, like.dtype), *case.arrays]
-    ours, plain = (forward_and_backward(fn, case.arrays) for fn in (case.ours, case.plain))
+    ours, plain = (program(fn, case.arrays, case.gradients) for fn in (case.ours, case.plain))
     result = autotune_lowered(ConfigSelectorChain(), ours.lower(*arrays))
     programs = [plain.lower(*arrays).compile(), result.compile(ours, *arrays)]
     for a, b in zip(*(jax.tree.leaves(program(*arrays)) for program in programs)):
@@ -70,13 +73,15 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         "plain_mib": round(memory[0], 1),
         "our_mib": round(memory[1], 1),
         "forward": _text(next(cfg for op, cfg in configs.items() if not op.endswith("_bwd"))),
-        "backward": _text(next(cfg for op, cfg in configs.items() if op.endswith("_bwd"))),
+        "backward": _text(next((cfg for op, cfg in configs.items() if op.endswith("_bwd")), None)),
         "load": round(load, 2),
     }
 
 
 def _text(cfg: Any) -> str:
     """A config's fields, such as `blocksize_m=256`."""
+    if cfg is None:
+        return ""
     fields = {name.rpartition(".")[2]: value for name, value in leaf_fields(cfg)}
     return " ".join(f"{n}={v}" for n, v in fields.items() if v is not None and n != "backend")
 
