@@ -3,11 +3,13 @@
 import importlib.metadata
 import os
 import tempfile
+from contextlib import nullcontext
 
 _CACHE = tempfile.TemporaryDirectory(prefix="ejkernel-tests-")
 os.environ["EJKERNEL_CACHE_DIR"] = _CACHE.name
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # tests already fill the cores
-if os.environ.get("EJKERNEL_TEST_GPU") != "1":
+_ON_GPU = os.environ.get("EJKERNEL_TEST_GPU") == "1"
+if not _ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Compiling is most of the time of the tests: what LLVM could make of a program does not matter for them.
     flags = ["--xla_force_host_platform_device_count=4", "--xla_backend_optimization_level=0"]
@@ -15,9 +17,17 @@ if os.environ.get("EJKERNEL_TEST_GPU") != "1":
         flags.append("--xla_cpu_use_fusion_emitters=false")  # later ones have no other
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
+import jax
 import pytest
 
 import ejkernel_ops
+
+
+@pytest.fixture(autouse=True)
+def exact_products(request):
+    """On a GPU products of float32 as exact as on a CPU, where a test does not say that it is about GPUs."""
+    with jax.default_matmul_precision("highest") if _ON_GPU and "gpu" not in request.keywords else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +43,7 @@ def pytest_collection_modifyitems(config, items):
 
     The compilation of every candidate is asked for with `-m kernels`.
     """
-    on_gpu = os.environ.get("EJKERNEL_TEST_GPU") == "1"
-    skipped = {"cpu": "is about CPUs"} if on_gpu else {"gpu": "needs a GPU: set EJKERNEL_TEST_GPU=1"}
+    skipped = {"cpu": "is about CPUs"} if _ON_GPU else {"gpu": "needs a GPU: set EJKERNEL_TEST_GPU=1"}
     if "kernels" not in config.getoption("markexpr"):
         skipped["kernels"] = "compiles for minutes: make kernels"
     for item in items:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel_ops import UnsupportedError, flash_attention
+from ejkernel_ops.config.selection import heuristic
 from ejkernel_ops.kernels.attention import backends, cudnn
 from ejkernel_ops.utils.meta import call_sites
 
@@ -52,7 +53,7 @@ def test_the_fastest_back_end_that_can_do_a_call_is_chosen(hopper, asked, chosen
     with jax.enable_x64(True):
         calls = invocations(**({"dim": 64} | asked))
     for inv, backend in zip(calls, chosen):
-        cfg = inv.kernel.heuristic_cfg(inv)
+        cfg = heuristic(inv)
         assert cfg.backend == backend
         assert inv.kernel.illegal(inv, cfg) is None
 
@@ -79,14 +80,14 @@ def test_a_cudnn_that_is_too_old_is_told_with_the_fix(hopper, monkeypatch):
     monkeypatch.setattr(cudnn, "_machine", lambda: ((9, 0), 91002))
     forward = invocations()[0]
     with pytest.warns(UserWarning, match=r"cuDNN is 9\.10\.2, 9\.11 is needed: install a newer"):
-        assert forward.kernel.heuristic_cfg(forward).backend == "triton"
+        assert heuristic(forward).backend == "triton"
 
 
 def test_gpus_without_tensor_cores_for_bfloat16_get_xla(hopper, monkeypatch):
     monkeypatch.setattr(cudnn, "_machine", lambda: ((7, 5), 91900))
     monkeypatch.setattr(backends, "_capability", lambda: (7, 5))
     for inv in invocations():
-        assert inv.kernel.heuristic_cfg(inv).backend == "xla"
+        assert heuristic(inv).backend == "xla"
         assert "8.0" in inv.kernel.why_not(inv, "triton")
 
 
@@ -96,7 +97,7 @@ def test_a_missing_back_end_is_told_once_with_the_fix_and_the_next_one_is_taken(
     monkeypatch.setattr(module, name, lambda: reason)
     calls = [*invocations(), *invocations(causal=False)]
     with pytest.warns(UserWarning, match="attention would run on") as caught:
-        chosen = {inv.kernel.heuristic_cfg(inv).backend for inv in calls}
+        chosen = {heuristic(inv).backend for inv in calls}
     assert backend not in chosen
     texts = [str(warning.message) for warning in caught]
     assert all(reason in text for text in texts)
@@ -108,7 +109,7 @@ def test_what_a_call_rules_out_is_no_reason_to_warn(hopper):
         warnings.simplefilter("error")
         for asked, _ in CHOICES[:12]:
             for inv in invocations(dim=64, **asked):
-                inv.kernel.heuristic_cfg(inv)
+                heuristic(inv)
 
 
 def test_the_choice_says_which_back_ends_could_not_do_the_call_and_why(hopper):
@@ -119,7 +120,9 @@ def test_the_choice_says_which_back_ends_could_not_do_the_call_and_why(hopper):
         lowered = step.trace(x).lower(lowering_platforms=("cuda",))
     notes = {site.label.split("@")[0]: site.config for site in call_sites(lowered)}
     assert "deterministic=False" in notes["ejkernel_ops#flash_attention_bwd"]
+    assert "backend=triton" in notes["ejkernel_ops#flash_attention_bwd"]
     assert "cudnn:" not in notes["ejkernel_ops#flash_attention"]
+    assert "backend=cudnn" in notes["ejkernel_ops#flash_attention"]
 
 
 def test_an_explicit_back_end_that_cannot_do_a_call_is_refused_with_the_reason(hopper):

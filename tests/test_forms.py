@@ -202,6 +202,53 @@ def test_back_end_of_the_config_picks_the_variant(backend):
     close(np.asarray(type("Picked", (Picked,), others)(f"forms_pick_{backend}")(X)), X + 1)
 
 
+class Refusing(Own):
+    """Its Triton version does no integers."""
+
+    def unsupported(self, inv, backend):
+        return "no integers" if backend == "triton" and inv.args[0].dtype == jnp.int32 else None
+
+
+def lowered_for(kernel, x, platform="cuda"):
+    return jax.jit(kernel).trace(x).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("config_cls", [None, Backend])
+def test_the_device_picks_the_first_back_end_that_can_do_a_call(config_cls):
+    def config(backend):
+        return lambda self, inv: None if config_cls is None else Backend(backend)
+
+    members = {"config_cls": config_cls}
+    for backend, number in (("triton", 122), ("cudnn", 123), ("xla", 124)):
+        members[f"run_{backend}"] = lambda self, x, *, cfg, number=number: x + number
+        if config_cls:
+            members[f"heuristic_cfg_{backend}"] = config(backend)
+    kernel = type("Refusing", (Refusing,), members)(f"forms_refusing_{config_cls is None}")
+    ints = X.astype(jnp.int32)
+    assert "1.220000e+02" in lowered_for(kernel, X)
+    assert "<123>" in lowered_for(kernel, ints)
+    assert "1.240000e+02" in lowered_for(kernel, X, "cpu")
+
+
+def test_the_method_of_a_platform_comes_before_those_of_back_ends():
+    class Decided(Own):
+        config_cls = Backend
+
+        def heuristic_cfg_gpu(self, inv):
+            return Backend("xla")
+
+        def heuristic_cfg_triton(self, inv):
+            return Backend("triton")
+
+        def run_xla(self, x, *, cfg):
+            return x + 123
+
+        def run_triton(self, x, *, cfg):
+            return x + 124
+
+    assert "1.230000e+02" in lowered_for(Decided("forms_decided"), X)
+
+
 @pytest.mark.cpu
 def test_heuristics_and_candidates_have_variants_and_prepare_comes_first():
     class Varied(Own):

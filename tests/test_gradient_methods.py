@@ -241,7 +241,7 @@ def test_variants_of_gradient_methods_follow_the_device():
         def custom_vjp_triton(self, primals, cfg, kwargs, cotangents):
             return cotangents
 
-    with pytest.raises(UnsupportedError, match=r"test_only_there@v1 has no custom_vjp for xla; define custom_vjp"):
+    with pytest.raises(UnsupportedError, match=r"test_only_there@v1 has no custom_vjp for cpu; define custom_vjp"):
         jax.grad(OnlyThere("test_only_there"))(1.0)
 
 
@@ -341,8 +341,8 @@ def test_back_ends_that_jax_cannot_differentiate_refuse_a_second_derivative():
     kernel.custom_vjp_triton = None  # not there: nothing changes
 
     class Hidden(Opaque):
-        def variant(self, name, backend, platform):
-            method = super().variant(name, backend, platform)
+        def variant(self, name, backend, platform, inv=None):
+            method = super().variant(name, backend, platform, inv)
             if name != "custom_vjp":
                 return method
 

@@ -303,7 +303,7 @@ def _selector(snapshot: Snapshot) -> tuple[Any, bool]:
 
 def heuristic(inv: Any, backend: str | None = None) -> Any:
     """The heuristic config of a call, for a back end if one is fixed."""
-    return inv.kernel.variant("heuristic_cfg", backend, inv.platform)(inv)
+    return inv.kernel.variant("heuristic_cfg", backend, inv.platform, inv)(inv)
 
 
 def why_illegal(inv: Any, cfg: Any) -> str | None:

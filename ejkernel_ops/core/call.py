@@ -92,10 +92,12 @@ class Call:
         values = jax.tree.unflatten(self.treedef, leaves)
         return inspect.BoundArguments(self.kernel.signature, dict(zip(self.names, values)))  # type: ignore[arg-type]
 
-    def method(self, cfg: Any, platform: str | None) -> Any:
+    def method(self, cfg: Any, operands: Sequence[Any], platform: str | None = None) -> Any:
         """The method of the kernel that computes the output with a config."""
         name = "fwd_with_residuals" if self.residuals else "run"
-        return self.kernel.variant(name, getattr(cfg, "backend", None), platform)
+        if (backend := getattr(cfg, "backend", None)) is not None:
+            return self.kernel.variant(name, backend, platform)
+        return self.kernel.variant(name, None, platform, self.invocation(operands, platform))
 
     @functools.cached_property
     def needs_tree(self) -> Any:

@@ -89,12 +89,13 @@ class MethodBackward(Kernel):
         """Calls the method; operands are the forward's, its outputs (and residuals), and cotangents."""
         return self.variant("run", None, None)(*operands, cfg=cfg, needs=needs, **kwargs)
 
-    def variant(self, name: str, backend: str | None, platform: str | None) -> Callable:
+    def variant(self, name: str, backend: str | None, platform: str | None, inv: Any = None) -> Callable:
         """The forward's method of that name; for `run` its gradient method."""
+        forward = None if inv is None else self._forward_call(inv)
         if name != "run":
-            method = self.forward.variant(name, backend, platform)
+            method = self.forward.variant(name, backend, platform, forward)
             return lambda inv: method(self._forward_call(inv))
-        method = self.forward.variant(self.style, backend, platform)
+        method = self.forward.variant(self.style, backend, platform, forward)
 
         @functools.wraps(method)
         def run(*operands, cfg, needs, **kwargs):

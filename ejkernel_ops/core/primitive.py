@@ -53,7 +53,7 @@ def call_kernel(kernel, args: tuple, kwargs: dict, explicit: tuple, snapshot, ge
 def execute(call: Call, cfg: Any, operands: Sequence[Any], platform: str | None = None) -> list[Any]:
     """Runs the kernel of a call with a given config; returns flat outputs."""
     bound = call.arguments(operands)
-    method = call.method(cfg, platform)
+    method = call.method(cfg, operands, platform)
     extra = {} if call.forward is None else {"needs": call.needs_tree}
     out = method(*bound.args, **bound.kwargs, cfg=cfg, **extra)
     if call.forward is None:
@@ -98,7 +98,7 @@ def _cached_output(call: Call, avals: tuple, mesh: Any, x64: bool) -> tuple[Any,
         out = None if call.residuals else call.kernel.out_like(*bound.args, **bound.kwargs)
         if out is None:
             cfg = _config_for_types(call, operands)
-            out = call.method(cfg, None)(*bound.args, **bound.kwargs, cfg=cfg)
+            out = call.method(cfg, operands)(*bound.args, **bound.kwargs, cfg=cfg)
             if call.residuals and not (isinstance(out, tuple) and len(out) == 2):
                 name = f"{call.kernel.op_id_v}.fwd_with_residuals"
                 raise ConfigError(f"{name} returned {out!r}; expected a pair (out, residuals)")
@@ -177,7 +177,7 @@ def _on_auto_axes(run: Callable, operands: Sequence[Any], call: Call) -> list[An
 def _plain(call: Call, operands: Sequence[Any], mode: str) -> None:
     """Refuses what JAX cannot differentiate: code that is not JAX's own."""
     cfg = choose(call.invocation(operands), call.snapshot, call.generation).cfg
-    backend = call.method(cfg, None).__name__.rpartition("_")[2]
+    backend = call.method(cfg, operands).__name__.rpartition("_")[2]
     if backend in _OPAQUE:
         raise UnsupportedError(
             f"{call.kernel.op_id_v} runs on the {backend!r} back end, which has no {mode} derivative; "

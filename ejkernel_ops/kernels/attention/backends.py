@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from ...core.invocation import Invocation
 from ...triton_call import unavailable
-from ...utils.fingerprint import platform_kind
 from . import cudnn, tiles
 from .triton_spec import dot_precision
 from .xla import Statics
@@ -77,12 +76,10 @@ def _without_room(inv: Invocation) -> str | None:
 
 
 def preferred(inv: Invocation) -> str:
-    """The back end that a call gets without tuning: the fastest one as measured on Hopper, of those that can do it.
+    """The back end that a call gets on a GPU without tuning: the fastest one on Hopper, of those that can do it.
 
-    On a GPU a faster one that only has to be installed is missed with a warning, once.
+    A faster one that only has to be installed is missed with a warning, once.
     """
-    if platform_kind(inv.platform) != "gpu":
-        return "xla"
     for backend in _order(inv):
         if (reason := unsupported(inv, backend)) is None:
             return backend

@@ -51,7 +51,7 @@ class AttentionBackward(Kernel):
         """What a back end cannot honour."""
         return unsupported(inv, backend)
 
-    def heuristic_cfg(self, inv: Invocation) -> AttentionConfig:
+    def heuristic_cfg_gpu(self, inv: Invocation) -> AttentionConfig:
         """The fastest back end that can do the call, with its own heuristic."""
         return self.variant("heuristic_cfg", preferred(inv), inv.platform)(inv)
 
@@ -187,7 +187,7 @@ class AttentionForward(Kernel):
         """What a back end cannot honour."""
         return unsupported(inv, backend)
 
-    def heuristic_cfg(self, inv: Invocation) -> AttentionConfig:
+    def heuristic_cfg_gpu(self, inv: Invocation) -> AttentionConfig:
         """The fastest back end that can do the call, with its own heuristic."""
         return self.variant("heuristic_cfg", preferred(inv), inv.platform)(inv)
 
