@@ -19,7 +19,12 @@ IF_BIT_OPERANDS: Any = tl.constexpr("=f,f,r,r")  # x, word, bit
 BFLOAT16_PAIR: Any = tl.constexpr("{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }")
 BFLOAT16_PAIR_OPERANDS: Any = tl.constexpr("=f,=f,r")
 
+# `1 / x`, wrong by one unit in the last place at most. A division checks the size of its operands first.
+RECIPROCAL: Any = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
+RECIPROCAL_OPERANDS: Any = tl.constexpr("=f,f")
+
 IN_NUMPY: dict[str, Callable[..., np.ndarray]] = {
     IF_BIT.value: lambda x, word, bit: np.where(word & bit != 0, x, np.float32("-inf")),
     BFLOAT16_PAIR.value: lambda x: x.astype(np.float32),
+    RECIPROCAL.value: np.reciprocal,
 }

@@ -226,6 +226,7 @@ def compiled(config):
     return jax.jit(jax.value_and_grad(loss)).lower(arrays, labels).compile()
 
 
+@pytest.mark.cpu  # GPUs hold more logits at once
 @pytest.mark.parametrize("config", [None, LinearCrossEntropyConfig(recompute=True)], ids=["made", "again"])
 def test_memory_is_that_of_a_chunk(config):
     """All logits would be 500 MiB; of gradients that are not made in the forward nothing is held."""

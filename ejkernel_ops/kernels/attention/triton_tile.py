@@ -11,7 +11,14 @@ not compiled.
 import triton
 import triton.language as tl
 
-from ...triton_assembly import BFLOAT16_PAIR, BFLOAT16_PAIR_OPERANDS, IF_BIT, IF_BIT_OPERANDS
+from ...triton_assembly import (
+    BFLOAT16_PAIR,
+    BFLOAT16_PAIR_OPERANDS,
+    IF_BIT,
+    IF_BIT_OPERANDS,
+    RECIPROCAL,
+    RECIPROCAL_OPERANDS,
+)
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -80,10 +87,11 @@ def in_units(x, spec: tl.constexpr):
 def logits(products, bias_ptr, rows, cols, CHECKED: tl.constexpr, spec: tl.constexpr):
     """What `factor` scales, products or logits, and the slope of the soft cap."""
     slope = 1.0
-    if spec.soft_cap > 0:  # tanh from one exp2: far out it is 1 - 2 / inf or 1 - 2 / 1
-        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(products * (2.0 * LOG2E * spec.scale / spec.soft_cap)))
-        slope = 1.0 - tanh * tanh
-        products = tanh * spec.soft_cap
+    if spec.soft_cap > 0:  # tanh(x) is 1 - 2 * low: far out 1 - 2 / inf or 1 - 2 / 1
+        more = 1.0 + tl.exp2(products * (2.0 * LOG2E * spec.scale / spec.soft_cap))
+        low = tl.inline_asm_elementwise(RECIPROCAL, RECIPROCAL_OPERANDS, [more], tl.float32, is_pure=True, pack=1)
+        slope = 4.0 * (low - low * low)
+        products = spec.soft_cap - 2.0 * spec.soft_cap * low
     elif spec.transformed:
         products = products * spec.scale
     if spec.has_bias:

@@ -22,6 +22,11 @@ from .loss import IGNORED, Loss, Sums
 
 _LOGITS = {"cpu": 1 << 23, "gpu": 1 << 26, "tpu": 1 << 26}  # held at once: 32 and 256 MiB of float32
 _FEWEST = 512  # columns of a chunk
+_FEWEST_ROWS = {
+    "cpu": 1,
+    "gpu": 1024,
+    "tpu": 1024,
+}  # a chunk of fewer reads and writes more of the weight than it multiplies
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +74,7 @@ def _below(most: int) -> int:
 def _row_chunks(inv: Invocation) -> list[int]:
     """Rows of chunks of the whole vocabulary, the greatest first."""
     rows, vocab = _sizes(inv)
-    most = _below(_held(inv) // vocab)
+    most = max(_below(_held(inv) // vocab), _FEWEST_ROWS[platform_kind(inv.platform)])
     return [min(rows, most), *(n for n in (most // 2, most // 4) if 16 <= n < rows)]
 
 
