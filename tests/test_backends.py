@@ -64,6 +64,7 @@ def test_candidates_are_those_of_all_back_ends_that_can_do_a_call(hopper):
         assert {cfg.backend for cfg in backward.kernel.candidate_cfgs(backward)} == expected
 
 
+@pytest.mark.cpu
 def test_on_a_cpu_it_is_xla():
     x = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)
     text = jax.jit(lambda x: flash_attention(x, x, x)).lower(x).as_text()
