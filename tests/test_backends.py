@@ -58,6 +58,19 @@ def test_the_fastest_back_end_that_can_do_a_call_is_chosen(hopper, asked, chosen
         assert inv.kernel.illegal(inv, cfg) is None
 
 
+FIXED_ORDER = [({"dim": 64}, "triton"), ({"dim": 128}, "cudnn"), ({"dim": 256}, "cudnn"),
+               ({"dim": 256, "sliding_window": (100, 0)}, "triton"), ({"dim": 256, "options": ("mask",)}, "triton"),
+               ({"dim": 64, "deterministic": False}, "cudnn")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "chosen"), FIXED_ORDER, ids=str)
+def test_where_cudnn_adds_in_a_fixed_order_it_gets_the_gradients_that_it_is_faster_at(
+    hopper, monkeypatch, asked, chosen
+):
+    monkeypatch.setattr(cudnn, "_FIXED_ORDER", True)
+    assert heuristic(invocations(**asked)[1]).backend == chosen
+
+
 def test_candidates_are_those_of_all_back_ends_that_can_do_a_call(hopper):
     for deterministic, expected in ((True, {"triton", "xla"}), (False, {"triton", "xla", "cudnn"})):
         backward = invocations(deterministic=deterministic)[1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 import types
 
 import jax
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from ejkernel_ops import flash_attention
+from ejkernel_ops.environment import child_environment
 from ejkernel_ops.kernels.attention import cudnn
 from ejkernel_ops.kernels.attention.xla import Statics
 
@@ -114,6 +117,22 @@ def test_gradients_of_equal_bits_are_not_promised(monkeypatch):
     assert cudnn.unsupported(operands(), statics(), backward=False, deterministic=True) is None
     reason = cudnn.unsupported(operands(), statics(), backward=True, deterministic=True)
     assert "deterministic=False" in (reason or "")
+
+
+@pytest.mark.parametrize(("flags", "eligible"), [
+    ("--xla_gpu_deterministic_ops=true", True),
+    ("--xla_gpu_deterministic_ops", True),
+    ("--xla_gpu_autotune_level=0 --xla_gpu_exclude_nondeterministic_ops=1", True),
+    ("--xla_gpu_deterministic_ops=false", False),
+    ("--xla_gpu_deterministic_ops_too", False),
+])  # fmt: skip
+def test_gradients_of_a_process_whose_xla_is_deterministic_may_be_cudnns(flags, eligible):
+    asked = "cudnn.unsupported(operands(), statics(), backward=True, deterministic=True)"
+    told = subprocess.run(
+        [sys.executable, "-c", f"from tests.test_cudnn import *; print({asked})"],
+        env=child_environment() | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ("varies between runs" not in told.stdout) == eligible
 
 
 @pytest.mark.parametrize(

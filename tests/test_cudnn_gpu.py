@@ -15,6 +15,7 @@ from ejkernel_ops.kernels.attention import cudnn
 from .reference import assert_as_good_as_plain, attention
 
 pytestmark = pytest.mark.gpu
+FIXED_ORDER = bool(cudnn._FIXED_ORDER)  # with XLA_FLAGS=--xla_gpu_deterministic_ops=true all of this holds too
 
 SHAPE = {"lengths": (256, 256), "heads": (4, 4), "dim": 64, "dtype": jnp.bfloat16, "mask": None, "kv_lengths": None}
 SOME = np.array([0, 1, 100, 255], np.int32)
@@ -68,13 +69,24 @@ def test_numbers_are_as_good_as_those_of_plain_attention(name):
 
     @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
     def results(floats, others, dout):
-        attend = functools.partial(flash_attention, **others, **options, backend="cudnn", deterministic=False)
+        attend = functools.partial(flash_attention, **others, **options, backend="cudnn", deterministic=FIXED_ORDER)
         out, pull = jax.vjp(lambda floats: attend(**floats), floats)
         return {"out": out} | pull(dout)[0]
 
     got = results(floats, others, dout)
     exact, plain = (attention(floats, dout=dout, plain=plain, **options, **others) for plain in (False, True))
     assert_as_good_as_plain(got, exact, plain, case["dtype"])
+
+
+@pytest.mark.skipif(not FIXED_ORDER, reason="asks for XLA_FLAGS=--xla_gpu_deterministic_ops=true")
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_gradients_of_a_fixed_order_are_the_same_bits_in_each_run(dim):
+    query, key, value, dout = jax.random.normal(jax.random.key(0), (4, 4, 2048, 8, dim), jnp.bfloat16)
+    attend = functools.partial(flash_attention, causal=True, backend="cudnn", deterministic=True)
+    gradients = jax.jit(lambda *arrays: jax.vjp(attend, *arrays)[1](dout))
+    first, *others = (gradients(query, key, value) for _ in range(10))
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
 
 
 def test_what_hidden_keys_and_queries_that_see_nothing_hold_reaches_nothing():
@@ -87,7 +99,7 @@ def test_what_hidden_keys_and_queries_that_see_nothing_hold_reaches_nothing():
         floats[array][hidden] = np.nan
     floats["query"][0] = floats["dout"][0] = np.nan
     dout = floats.pop("dout")
-    attend = functools.partial(flash_attention, **others, causal=True, backend="cudnn", deterministic=False)
+    attend = functools.partial(flash_attention, **others, causal=True, backend="cudnn", deterministic=FIXED_ORDER)
     out, pull = jax.vjp(lambda floats: attend(**floats), floats)
     got = {"out": out} | pull(jnp.asarray(dout))[0]
     for array, x in got.items():

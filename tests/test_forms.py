@@ -590,6 +590,7 @@ def quick():
     return ConfigSelectorChain(tuner=Autotuner(num_iters=3))  # six last rounds: other processes may be busy
 
 
+@pytest.mark.cpu
 def test_tuning_a_call_by_hand_takes_arrays_or_shapes_and_configs_or_none():
     abstract = jax.ShapeDtypeStruct(X.shape, X.dtype)
     for args, configs in [((X,), None), ((X,), [0, 5]), ((abstract,), (c for c in [0, 5]))]:
@@ -625,6 +626,7 @@ def outcome(result):
     return [(e.op_id_v, e.call_key, e.cfg) for e in result.entries], result.digest
 
 
+@pytest.mark.cpu
 def test_lowered_programs_are_tuned_with_a_selector_or_the_default_one(lowered):
     canonical = autotune_lowered(quick(), lowered, strict=False, sync=False)
     set_default_selector(quick())
@@ -647,6 +649,7 @@ def test_lowered_tuning_refuses_what_is_no_selector(lowered, wrong):
     refuses(lambda: autotune_lowered(wrong, lowered), (ConfigError, TypeError), HINT)
 
 
+@pytest.mark.cpu
 def test_recorded_calls_are_tuned_with_a_selector_or_as_a_mapping():
     clear_invocations()
     record_invocation(SLOW, Invocation(SLOW, (X[:2],)))
@@ -749,6 +752,7 @@ def test_vmap_takes_the_executor_anywhere():
     np.testing.assert_array_equal(vmap_with_config(TOLD)(X), np.ones_like(X))
 
 
+@pytest.mark.cpu
 def test_pmap_takes_the_executor_anywhere():
     executor = Executor(ConfigSelectorChain())
     executor.chooser.cache.put(key_of(TOLD, X[0]), 5)

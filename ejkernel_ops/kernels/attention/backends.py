@@ -92,9 +92,15 @@ def _order(inv: Invocation) -> tuple[str, ...]:
     """The back ends before XLA, the fastest first."""
     if inv.arguments["query"].dtype == jnp.float32 and dot_precision(inv.kwargs["precision"]) == "ieee":
         return ()  # products without tensor cores are cuBLAS's domain
-    if inv.arguments["mask"] is not None:  # which cuDNN reads as a bias of all queries by all keys
-        return ("triton", "cudnn")
+    if inv.arguments["mask"] is not None or _is_slow_in_a_fixed_order(inv):
+        return ("triton", "cudnn")  # cuDNN reads a mask as a bias of all queries by all keys
     return ("cudnn", "triton")
+
+
+def _is_slow_in_a_fixed_order(inv: Invocation) -> bool:
+    """Whether a fixed order of sums costs cuDNN more than this gradient takes on Triton."""
+    small = inv.arguments["query"].shape[3] <= 64 or inv.kwargs["sliding_window"] is not None
+    return "dout" in inv.arguments and inv.kwargs["deterministic"] and small
 
 
 @functools.cache  # once in a process

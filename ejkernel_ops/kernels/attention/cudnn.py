@@ -14,6 +14,7 @@ import functools
 import importlib
 import inspect
 import operator
+import os
 import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -34,6 +35,10 @@ _NEG_INF = -float("inf")
 # 9.10.0 and 9.10.1 have known bugs, earlier ones no window beside a bias; compute capability 10.3 needs 9.11.
 _CUDNN = 91100
 _NO_GPU = "cuDNN needs an NVIDIA GPU"
+# Where XLA takes deterministic kernels alone, cuDNN's gradients are of that kind too. XLA reads its flags once.
+_FIXED_ORDER = re.search(
+    r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(=true|=1)?(\s|$)", os.environ.get("XLA_FLAGS", "")
+)
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _ARRAYS = (
     "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v"
@@ -131,8 +136,9 @@ def _unsupported_arguments(
         ("q_offset" in given, "q_offset is an array: cuDNN's first query is at a position known in advance"),
         (backward and "dlse" in given, "cuDNN has no gradient through the log-sum-exp"),
         (
-            backward and deterministic,
-            "cuDNN adds gradients up in an order that varies between runs; pass deterministic=False to allow it",
+            backward and deterministic and not _FIXED_ORDER,
+            "cuDNN adds gradients up in an order that varies between runs; pass deterministic=False to allow it, or "
+            "set XLA_FLAGS=--xla_gpu_deterministic_ops=true, with which it does not, and is slower",
         ),
     )
     return _first(limits)
