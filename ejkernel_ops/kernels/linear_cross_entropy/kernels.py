@@ -362,12 +362,13 @@ class LinearCrossEntropyForward(Kernel):
             grad = loss.gradient(logits, labels, sums, scale, 0, vocab)
             low = grad.astype(hidden.dtype)
             dh = product(low, weight, transposed(loss.weight_layout), dtype, precision)
-            dw = weight_gradient(hidden, low, loss.weight_layout, dtype, precision)
+            dw = weight_gradient(hidden, low, "oi", dtype, precision)
             return (sums, losses, dh), (dw, None if bias is None else grad.sum(0))
 
+        # One layout for both: on a CPU a product of few rows by the whole vocabulary takes 1.5 times as long in the other.
         scale = coefficients.astype(dtype)
         (sums, losses, dh), (dw, db) = over_rows(chunk, [hidden, labels, scale], tile.blocksize_m)
-        return (sums, losses), (dh, dw, db)
+        return (sums, losses), (dh, dw.T if loss.weight_layout == "io" else dw, db)
 
 
 LINEAR_CROSS_ENTROPY = LinearCrossEntropyForward()
