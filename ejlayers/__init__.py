@@ -13,6 +13,7 @@ from ejkernel_ops import AutotuningResult as AutotuningResult
 from ejkernel_ops import BwdParams as BwdParams
 from ejkernel_ops import FwdParams as FwdParams
 from ejkernel_ops import LinearConfig as LinearConfig
+from ejkernel_ops import NormConfig as NormConfig
 
 from .check import check as check
 from .explain import ExplainReport as ExplainReport

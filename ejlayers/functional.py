@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ejkernel_ops import AttentionConfig, LinearConfig, flash_attention
+from ejkernel_ops import AttentionConfig, LinearConfig, NormConfig, flash_attention, linear
 from ejkernel_ops.core.snapshot import entered
 
-CONFIGS = (AttentionConfig, LinearConfig)
+CONFIGS = (AttentionConfig, LinearConfig, NormConfig)
 
 
 def at_path(path: str | None) -> contextlib.AbstractContextManager:
@@ -70,3 +71,88 @@ def _one_batch_axis(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     if math.prod(lead) == 1:
         return x.reshape(1, *x.shape[-3:]) if x.ndim >= 3 else x
     return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(math.prod(batch), *x.shape[-3:])
+
+
+def linear_over_axes(x: jax.Array, kernel: jax.Array, bias: Any, axes: Sequence[int], **options: Any) -> jax.Array:
+    """`linear` over several axes of an array at once.
+
+    Where a mesh with Explicit axes spreads an array along another than the first of the axes that become one, JAX's
+    own product is taken.
+
+    Args:
+        x: an array that has the sizes `in...` at `axes`.
+        kernel: `(in..., out...)`, the first axes in the order of `axes`.
+        bias: `(out...)`, or of as many numbers, or `None`.
+        axes: axes of `x`; what is left of it comes first in the result.
+        **options: those of `linear`.
+
+    Returns:
+        `(..., out...)`.
+
+    Raises:
+        TypeError: sizes that do not fit.
+
+    Example:
+        >>> linear_over_axes(jnp.ones((7, 2, 3)), jnp.ones((2, 3, 4, 5)), None, (-2, -1)).shape
+        (7, 4, 5)
+    """
+    count = len(axes)
+    ins, outs = kernel.shape[:count], kernel.shape[count:]
+    if (given := tuple(x.shape[axis] for axis in axes)) != ins:
+        raise TypeError(f"the input has sizes {given} at its axes {tuple(axes)}; expected {ins}, those of the kernel")
+    x = jnp.moveaxis(x, axes, range(-count, 0))
+    lead = x.shape[: x.ndim - count]
+    if not (_joinable(x, len(lead), x.ndim) and _joinable(kernel, 0, count) and _joinable(kernel, count, kernel.ndim)):
+        taken = {n: options[n] for n in ("precision", "preferred_element_type") if n in options}
+        out = jnp.tensordot(x, kernel, count, **taken)
+        return out if bias is None else out + bias.reshape(outs)
+    bias = None if bias is None else bias.reshape(math.prod(outs))
+    flat = linear(x.reshape(*lead, math.prod(ins)), kernel.reshape(math.prod(ins), math.prod(outs)), bias, **options)
+    return flat.reshape(*lead, *outs)
+
+
+def _joinable(x: jax.Array, first: int, last: int) -> bool:
+    """Whether axes `[first, last)` can become one as far as the type of an array says how it is spread over a mesh."""
+    return not any(jax.typeof(x).sharding.spec[first + 1 : last])
+
+
+@dataclasses.dataclass(frozen=True)
+class EinsumProduct:
+    """An einsum of an array and a kernel that is a linear map: `linear_over_axes` with these axes of both."""
+
+    axes: tuple[int, ...]
+    kernel_axes: tuple[int, ...]
+
+    def __call__(self, x: jax.Array, kernel: jax.Array, bias: Any, **options: Any) -> jax.Array:
+        """The result of the equation, and the bias in the axes that it takes from the kernel."""
+        return linear_over_axes(x, kernel.transpose(self.kernel_axes), bias, self.axes, **options)
+
+
+def einsum_as_linear(equation: str | None, ndim: int | None = None) -> EinsumProduct | None:
+    """An equation such as `"...a,ab->...b"` as a linear map; `None` where it is none.
+
+    It is one where the letters of the first operand that stay come first in the result, in order, and those of the
+    second that are new come after them.
+
+    Args:
+        equation: of two operands, with or without `...` in front.
+        ndim: axes of the first operand, if they are known; where they are not as many as its letters, it is no map.
+
+    Example:
+        >>> einsum_as_linear("nta,hab->nthb")
+        EinsumProduct(axes=(-1,), kernel_axes=(1, 0, 2))
+        >>> einsum_as_linear("ba,ba->b") is None
+        True
+    """
+    operands, _, result = (equation or "").replace(" ", "").partition("->")
+    x, _, kernel = operands.partition(",")
+    if x.startswith("...") and result.startswith("..."):
+        x, result, ndim = x[3:], result[3:], None
+    letters = (x, kernel, result)
+    if not all(text.isalpha() and len(set(text)) == len(text) for text in letters) or ndim not in (None, len(x)):
+        return None
+    stay, new = [c for c in x if c in result], [c for c in result if c not in x]
+    summed = [c for c in x if c not in result]
+    if list(result) != stay + new or sorted(kernel) != sorted(summed + new) or not summed or not new:
+        return None
+    return EinsumProduct(tuple(x.index(c) - len(x) for c in summed), tuple(map(kernel.index, summed + new)))

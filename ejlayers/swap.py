@@ -82,8 +82,8 @@ def swap(model: M, *, rules: Rules | None = None, config: Any = None) -> M:
     """Replaces the stock layers of a model by ours: same parameters, same state, same checkpoints.
 
     Flax NNX models are changed in place: same objects, so optimizers, tied and stacked layers stay as they
-    are. Attention with an `attention_fn` of one's own, linear layers with a `dot_general` or `promote_dtype` of
-    one's own, and subclasses, are left alone; `report` says so. Swapping twice is swapping once.
+    are. Layers with functions of one's own (`attention_fn`, `dot_general`, `promote_dtype`), those that no kernel
+    computes, and subclasses, are left alone; `report` says so. Swapping twice is swapping once.
 
     Args:
         model: a `flax.nnx.Module`.

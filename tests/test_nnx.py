@@ -11,6 +11,7 @@ from flax import nnx
 
 import ejkernel_ops as ek
 import ejlayers
+from ejlayers.functional import einsum_as_linear
 
 WIDTH = 16
 
@@ -76,7 +77,21 @@ LAYERS = {
         nnx.MultiHeadAttention, ejlayers.nnx.MultiHeadAttention, (4, WIDTH),
         {"decode": False, "num_kv_heads": 2, "normalize_qk": True, "use_bias": False},
     ),
+    "linear over the last axis": (nnx.LinearGeneral, ejlayers.nnx.LinearGeneral, (WIDTH, (4, 5)), {}),
+    "linear over two axes": (nnx.LinearGeneral, ejlayers.nnx.LinearGeneral, ((9, WIDTH), 6), {"axis": (-2, -1)}),
+    "linear over axes in another order": (
+        nnx.LinearGeneral, ejlayers.nnx.LinearGeneral, ((2, WIDTH), (3, 5)), {"axis": (-1, 0), "use_bias": False},
+    ),
+    "linear with batch axes": (nnx.LinearGeneral, ejlayers.nnx.LinearGeneral, (WIDTH, 6), {"batch_axis": {0: 2}}),
+    "einsum": (nnx.Einsum, ejlayers.nnx.Einsum, ("nta,hab->nthb", (8, WIDTH, 4), (8, 4)), {}),
+    "einsum with dots": (nnx.Einsum, ejlayers.nnx.Einsum, ("... a, a b -> ... b", (WIDTH, 4)), {}),
+    "einsum that is no linear map": (nnx.Einsum, ejlayers.nnx.Einsum, ("nta,na->nt", (2, WIDTH)), {}),
+    "rms norm": (nnx.RMSNorm, ejlayers.nnx.RMSNorm, (WIDTH,), {"epsilon": 1e-3}),
+    "rms norm without scale": (nnx.RMSNorm, ejlayers.nnx.RMSNorm, (WIDTH,), {"use_scale": False}),
+    "layer norm": (nnx.LayerNorm, ejlayers.nnx.LayerNorm, (WIDTH,), {}),
+    "layer norm over two axes": (nnx.LayerNorm, ejlayers.nnx.LayerNorm, (WIDTH,), {"reduction_axes": (-2, -1)}),
 }  # fmt: skip
+PLAIN = {"linear with batch axes", "einsum that is no linear map", "layer norm over two axes"}  # compute as Flax does
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -88,6 +103,73 @@ def test_same_seed_gives_the_same_parameters_state_and_results(name):
     report = ejlayers.check(a, b, X)
     assert report.output_abs < 1e-5
     assert report.grad_rel < 1e-4
+    assert bool(ejlayers.explain(jax.jit(lambda x: b(x)), X).rows) == (name not in PLAIN)
+
+
+@pytest.mark.parametrize("name", [n for n in LAYERS if n not in PLAIN])
+def test_results_have_the_types_of_the_stock_layer(name):
+    stock, ours, args, kwargs = LAYERS[name]
+    for types in ({}, {"dtype": jnp.bfloat16}, {"param_dtype": jnp.bfloat16}):
+        a, b = (layer(*args, **kwargs, **types, rngs=nnx.Rngs(3)) for layer in (stock, ours))
+        for x in (X, X.astype(jnp.bfloat16)):
+            want, got = a(x), b(x)
+            assert got.dtype == want.dtype
+            np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (got, want)), rtol=0.05, atol=0.05)
+
+
+def test_an_equation_is_a_linear_map_or_is_left_alone():
+    x = jax.random.normal(jax.random.key(2), (2, 3, 4, 5))
+    for equation, shape in {"abcd,de->abce": (5, 6), "abcd,efd->abcef": (6, 7, 5), "abcd,dcef->abfe": (5, 4, 6, 7),
+                            "abcd,aefd->bcef": (2, 6, 7, 5), "...d,de->...e": (5, 6)}.items():  # fmt: skip
+        kernel = jax.random.normal(jax.random.key(3), shape)
+        product = einsum_as_linear(equation, x.ndim)
+        np.testing.assert_allclose(product(x, kernel, None), jnp.einsum(equation, x, kernel), rtol=1e-4, atol=1e-4)
+    for equation in ("abcd,de->abec", "abcd,ade->abce", "abcd,e->abcde", "abcd,def->abce", "aab,bc->aac", "abc,cd->abd",
+                     "abcd,d->abc", "ab...d,de->ab...e", "abcd,de->abe", None):  # fmt: skip
+        assert einsum_as_linear(equation, x.ndim) is None
+
+
+SPREAD = [((WIDTH, (4, 8)), {}, (None, "model", None)), ((WIDTH, (4, 8)), {}, (None, None, "model")),
+          (((6, WIDTH), 8), {"axis": (-2, -1)}, (None, "model", None)),
+          (((6, WIDTH), 8), {"axis": (-2, -1)}, (None, None, "model"))]  # fmt: skip
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("args", "kwargs", "spec"), SPREAD, ids=str)
+def test_a_general_linear_layer_keeps_the_sharding_of_the_stock_one(args, kwargs, spec):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    x = jax.random.normal(jax.random.key(0), (4, 6, WIDTH))
+    with jax.set_mesh(mesh):
+        outs = []
+        for layer in (nnx.LinearGeneral, ejlayers.nnx.LinearGeneral):
+            m = layer(*args, **kwargs, rngs=nnx.Rngs(0))
+            m.kernel.set_value(jax.device_put(m.kernel[...], jax.P(*spec)))
+            outs.append(jax.jit(lambda x, m=m: m(x))(jax.device_put(x, jax.P("data"))))
+        stock, ours = outs
+        assert ours.sharding == stock.sharding
+        np.testing.assert_allclose(jax.device_get(ours), jax.device_get(stock), rtol=1e-4, atol=1e-4)
+
+
+def test_layer_norm_is_right_where_the_mean_is_great():
+    x = 2000 + jax.random.normal(jax.random.key(0), (4, 512))
+    assert abs(float(ejlayers.nnx.LayerNorm(512, rngs=nnx.Rngs(0))(x).std()) - 1) < 1e-3
+    assert abs(float(nnx.LayerNorm(512, rngs=nnx.Rngs(0))(x).std()) - 1) > 1e-2
+
+
+def test_an_embedding_looks_up_as_the_stock_layer_and_has_logits_as_a_kernel():
+    a, b = (layer(11, WIDTH, rngs=nnx.Rngs(3)) for layer in (nnx.Embed, ejlayers.nnx.Embed))
+    states_equal(nnx.state(a), nnx.state(b))
+    ids = jnp.arange(12).reshape(3, 4) % 11
+    np.testing.assert_array_equal(a(ids), b(ids))
+    np.testing.assert_allclose(a.attend(X), b.attend(X), rtol=1e-5, atol=1e-5)
+    assert [row.op for row in ejlayers.explain(jax.jit(lambda x: b.attend(x)), X).rows] == ["linear@v1"]
+
+
+def test_a_mask_of_a_norm_is_honoured():
+    mask = jax.random.bernoulli(jax.random.key(1), 0.7, X.shape).at[..., 0].set(True)
+    for stock, ours in ((nnx.RMSNorm, ejlayers.nnx.RMSNorm), (nnx.LayerNorm, ejlayers.nnx.LayerNorm)):
+        a, b = (layer(WIDTH, rngs=nnx.Rngs(0)) for layer in (stock, ours))
+        np.testing.assert_array_equal(a(X, mask=mask), b(X, mask=mask))
 
 
 def test_state_of_one_restores_into_the_other():
@@ -284,8 +366,12 @@ def test_abstract_stacked_and_vmapped_models_swap():
     assert jnp.allclose(run(stacked), run(plain), atol=1e-5)
     rows = ejlayers.explain(nnx.jit(run), stacked).rows
     assert {(r.path, r.op, r.executions) for r in rows} == {
-        ("attention", "flash_attention@v1", 3), ("up", "linear@v1", 3), ("down", "linear@v1", 3),
-    }  # fmt: skip
+        ("attention", "flash_attention@v1", 3),
+        *(
+            (path, "linear@v1", 3)
+            for path in ("up", "down", *(f"attention.{n}" for n in ("query", "key", "value", "out")))
+        ),
+    }
 
 
 def test_what_is_no_model_is_refused():
@@ -313,13 +399,13 @@ def test_explain_has_paths_and_sources_and_leaves_labels_and_model_alone():
     report = ejlayers.explain(step, m, optimizer, X)
     assert nnx.graphdef(m) == definition
     rows = {(r.path, r.op): r for r in report.rows}
-    assert len(rows) == len(report.rows) == 14  # seven layers, forward and backward
+    assert len(rows) == len(report.rows) == 30  # fifteen layers, forward and backward
     assert rows["blocks.0.up", "linear@v1"].config == "fwd.blocksize_m=4"
     assert rows["blocks.0.up", "linear@v1"].source == "heuristic+pinned"  # the back end was not pinned
     assert rows["blocks.0.up", "linear_bwd@v1"].config == "bwd.blocksize_m=8"
     assert rows["blocks.1.up", "linear@v1"].source == "heuristic"
     assert {r.label for r in report.rows} == set(ek.find_labels_in_lowered(step.lower(m, optimizer, X)))
-    assert report.to_markdown().count("\n") == 15
+    assert report.to_markdown().count("\n") == 31
     assert report.to_dict()[0]["count"] == 1
     assert "blocks.0.up" in str(report)
 
@@ -372,7 +458,7 @@ def test_tune_takes_every_kind_of_step_and_changes_no_argument():
     assert sorted({e.op_id_v for e in result.entries}) == [
         "flash_attention@v1", "flash_attention_bwd@v1", "linear@v1", "linear_bwd@v1",
     ]  # fmt: skip
-    assert sum(e.count for e in result.entries if e.op_id_v == "linear@v1") == 5
+    assert sum(e.count for e in result.entries if e.op_id_v == "linear@v1") == 13
     assert result.step_ms is not None
     assert "whole step" in str(result)
 

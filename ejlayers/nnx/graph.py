@@ -11,9 +11,19 @@ import numpy as np
 from flax import nnx
 
 from .attention import MultiHeadAttention
-from .linear import Linear
+from .embed import Embed
+from .linear import Einsum, Linear, LinearGeneral
+from .norm import LayerNorm, RMSNorm
 
-REPLACEMENTS: dict[type, type] = {nnx.MultiHeadAttention: MultiHeadAttention, nnx.Linear: Linear}
+REPLACEMENTS: dict[type, type] = {
+    nnx.MultiHeadAttention: MultiHeadAttention,
+    nnx.Linear: Linear,
+    nnx.LinearGeneral: LinearGeneral,
+    nnx.Einsum: Einsum,
+    nnx.RMSNorm: RMSNorm,
+    nnx.LayerNorm: LayerNorm,
+    nnx.Embed: Embed,
+}
 OURS = tuple(REPLACEMENTS.values())
 
 

@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
 
 from ejkernel_ops import LinearConfig, linear
-from ejkernel_ops.kernels.config import explicit_config
 
-from ..functional import at_path
+from ..functional import at_path, einsum_as_linear, linear_over_axes
+from .pinned import Pinned
 
 
-class Linear(nnx.Linear):
+class _LinearMap(Pinned):
+    """A layer whose product is a kernel: its operands in the types that Flax computes in."""
+
+    __slots__ = ()
+    config_type = LinearConfig
+
+    def _linear(self: Any, run: Any, inputs: Any) -> Any:
+        bias = self.bias[...] if self.bias is not None else None
+        inputs, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        with at_path(self.kernel_path):
+            return run(
+                inputs, kernel, bias, preferred_element_type=self.preferred_element_type, precision=self.precision,
+                config=self.config, backend=self.backend,
+            )  # fmt: skip
+
+
+class Linear(nnx.Linear, _LinearMap):
     """`nnx.Linear` as a tunable kernel; same parameters, same state, same results.
 
     Takes all of the stock constructor's arguments. With a `dot_general` of one's own, or an
@@ -32,11 +49,6 @@ class Linear(nnx.Linear):
         (2, 4)
     """
 
-    config: LinearConfig | None = None
-    backend: str | None = None
-    kernel_path: str | None = None
-    config_type = LinearConfig
-
     def __init__(self, *args: Any, config: LinearConfig | None = None, backend: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.pin(config=config, backend=backend)
@@ -45,36 +57,101 @@ class Linear(nnx.Linear):
         """The linear map over the last axis of `(..., in_features)`; returns `(..., out_features)`."""
         if self.dot_general is not lax.dot_general or out_sharding is not None:
             return super().__call__(inputs, out_sharding=out_sharding)
-        bias = self.bias[...] if self.bias is not None else None
-        inputs, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
-        with at_path(self.kernel_path):
-            return linear(
-                inputs, kernel, bias, preferred_element_type=self.preferred_element_type, precision=self.precision,
-                config=self.config, backend=self.backend,
-            )  # fmt: skip
+        return self._linear(linear, inputs)
 
-    def pin(self, **fields: Any) -> None:
-        """Changes `config`, `backend` or `path`; jitted functions that take the module retrace once."""
-        explicit_config(LinearConfig, fields.get("config"), None, fields.get("backend"))  # an error now, not later
-        names = {"path": "kernel_path"}
-        for name, value in fields.items():
-            name = names.get(name, name)
-            if value is not None or name in vars(self):  # a module that pins nothing keeps the stock attributes
-                setattr(self, name, value)
-
-    @staticmethod
-    def why_not(module: nnx.Linear) -> str | None:
+    @classmethod
+    def why_not(cls, module: nnx.Linear) -> str | None:
         """Why a stock module cannot become this one; `None` where it can."""
         if module.dot_general is not lax.dot_general:
             return "custom dot_general"
-        return None if module.promote_dtype is dtypes.promote_dtype else "custom promote_dtype"
+        return _custom_promotion(module)
 
-    @staticmethod
-    def adopt(module: nnx.Linear) -> None:
-        """What a stock module needs beside the new class: nothing."""
 
-    def release(self) -> None:
-        """Takes away what `pin` added."""
-        for name in ("config", "backend", "kernel_path"):
-            if name in vars(self):
-                delattr(self, name)
+class LinearGeneral(nnx.LinearGeneral, _LinearMap):
+    """`nnx.LinearGeneral` as a tunable kernel; same parameters, same state, same results.
+
+    Takes all of the stock constructor's arguments. With a `dot_general` of one's own, batch axes, or an
+    `out_sharding`, it computes as the stock layer does.
+
+    Args:
+        *args: as `nnx.LinearGeneral`.
+        config: back end and tile sizes; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+        **kwargs: as `nnx.LinearGeneral`.
+
+    Example:
+        >>> layer = LinearGeneral((2, 3), (4, 5), axis=(-2, -1), rngs=nnx.Rngs(0))
+        >>> layer(nnx.Rngs(1).normal((7, 2, 3))).shape
+        (7, 4, 5)
+    """
+
+    def __init__(self, *args: Any, config: LinearConfig | None = None, backend: str | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.pin(config=config, backend=backend)
+
+    def __call__(self, inputs: Any, out_sharding: Any = None) -> Any:
+        """The linear map over the layer's axes of an array; the new axes come last."""
+        if out_sharding is not None or _custom_product(self):
+            return super().__call__(inputs, out_sharding=out_sharding)
+        axes = sorted(axis % inputs.ndim for axis in self.axis)  # the order of the kernel's, as in the stock layer
+
+        def product(x, kernel, bias, **options):
+            return linear_over_axes(x, kernel, bias, axes, **options)
+
+        return self._linear(product, inputs)
+
+    @classmethod
+    def why_not(cls, module: nnx.LinearGeneral) -> str | None:
+        """Why a stock module cannot become this one; `None` where it can."""
+        return _custom_product(module) or _custom_promotion(module)
+
+
+class Einsum(nnx.Einsum, _LinearMap):
+    """`nnx.Einsum` as a tunable kernel, where its equation is a linear map; same parameters, state and results.
+
+    It is one where the letters of the inputs that stay come first in the result, in order, and those of the kernel
+    that are new come after them. Other equations, an `einsum_op` of one's own, and an `out_sharding` compute as in
+    the stock layer.
+
+    Args:
+        *args: as `nnx.Einsum`.
+        config: back end and tile sizes; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+        **kwargs: as `nnx.Einsum`.
+
+    Example:
+        >>> layer = Einsum("nta,hab->nthb", (8, 2, 4), (8, 4), rngs=nnx.Rngs(0))
+        >>> layer(nnx.Rngs(1).normal((3, 11, 2))).shape
+        (3, 11, 8, 4)
+    """
+
+    def __init__(self, *args: Any, config: LinearConfig | None = None, backend: str | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.pin(config=config, backend=backend)
+
+    def __call__(self, inputs: Any, einsum_str: str | None = None, out_sharding: Any = None) -> Any:
+        """The product of inputs and kernel by the equation of the layer, or of the call."""
+        product = einsum_as_linear(self.einsum_str if einsum_str is None else einsum_str, jnp.ndim(inputs))
+        if product is None or out_sharding is not None or self.einsum_op is not jnp.einsum:
+            return super().__call__(inputs, einsum_str, out_sharding=out_sharding)
+        return self._linear(product, inputs)
+
+    @classmethod
+    def why_not(cls, module: nnx.Einsum) -> str | None:
+        """Why a stock module cannot become this one; `None` where it can."""
+        if module.einsum_op is not jnp.einsum:
+            return "custom einsum_op"
+        if module.einsum_str is not None and einsum_as_linear(module.einsum_str) is None:
+            return f"{module.einsum_str} is no linear map"
+        return _custom_promotion(module)
+
+
+def _custom_product(module: Any) -> str | None:
+    """What a general linear layer has that no kernel computes."""
+    if module.dot_general not in (None, lax.dot_general) or module.dot_general_cls is not None:
+        return "custom dot_general"
+    return "batch axes" if module.batch_axis else None
+
+
+def _custom_promotion(module: Any) -> str | None:
+    return None if module.promote_dtype is dtypes.promote_dtype else "custom promote_dtype"

@@ -90,7 +90,7 @@ def logits(products, bias_ptr, rows, cols, CHECKED: tl.constexpr, spec: tl.const
     if spec.soft_cap > 0:  # tanh(x) is 1 - 2 * low: far out 1 - 2 / inf or 1 - 2 / 1
         more = 1.0 + tl.exp2(products * (2.0 * LOG2E * spec.scale / spec.soft_cap))
         low = tl.inline_asm_elementwise(RECIPROCAL, RECIPROCAL_OPERANDS, [more], tl.float32, is_pure=True, pack=1)
-        slope = 4.0 * (low - low * low)
+        slope = 4.0 * (low - low * low)  # pyright: ignore[reportOperatorIssue]
         products = spec.soft_cap - 2.0 * spec.soft_cap * low
     elif spec.transformed:
         products = products * spec.scale

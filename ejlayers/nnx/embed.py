@@ -1,0 +1,50 @@
+"""Embeddings for Flax NNX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from ejkernel_ops import LinearConfig, linear
+
+from ..functional import at_path
+from .pinned import Pinned
+
+
+class Embed(nnx.Embed, Pinned):
+    """`nnx.Embed` whose logits, `attend`, are a tunable kernel; same parameters, same state, same results.
+
+    Takes all of the stock constructor's arguments. Rows are looked up as in the stock layer.
+
+    Args:
+        *args: as `nnx.Embed`.
+        config: back end and tile sizes of the logits; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+        **kwargs: as `nnx.Embed`.
+
+    Example:
+        >>> layer = Embed(5, 3, rngs=nnx.Rngs(0))
+        >>> layer.attend(nnx.Rngs(1).normal((2, 3))).shape
+        (2, 5)
+    """
+
+    config_type = LinearConfig
+
+    def __init__(self, *args: Any, config: LinearConfig | None = None, backend: str | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.pin(config=config, backend=backend)
+
+    def attend(self, query: Any, out_sharding: Any = None) -> Any:
+        """Logits `(..., num_embeddings)` of `(..., features)`; the embedding is not copied into another layout."""
+        if out_sharding is not None or self.why_not(self):
+            return super().attend(query, out_sharding=out_sharding)
+        query, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
+        with at_path(self.kernel_path):
+            return linear(query, embedding, weight_layout="oi", config=self.config, backend=self.backend)
+
+    @classmethod
+    def why_not(cls, module: nnx.Embed) -> str | None:
+        """Why a stock module cannot become this one; `None` where it can."""
+        return None if module.promote_dtype is dtypes.promote_dtype else "custom promote_dtype"

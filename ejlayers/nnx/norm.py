@@ -1,0 +1,94 @@
+"""Norms for Flax NNX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from ejkernel_ops import NormConfig, layer_norm, rms_norm
+
+from ..functional import at_path
+from .pinned import Pinned
+
+
+class _Norm(Pinned):
+    """A layer whose norm is a kernel over the last axis."""
+
+    __slots__ = ()
+    config_type = NormConfig
+
+    def _norm(self: Any, kernel: Any, x: Any, *parameters: Any) -> Any:
+        operands = self.promote_dtype((x, *parameters), dtype=self.dtype)
+        with at_path(self.kernel_path):
+            return kernel(*operands, epsilon=self.epsilon, config=self.config, backend=self.backend)
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Why a stock module cannot become this one; `None` where it can."""
+        if module.axis_name is not None:
+            return f"statistics over the devices of the axis {module.axis_name!r}"
+        if module.reduction_axes not in (-1, (-1,)) or module.feature_axes not in (-1, (-1,)):
+            return "axes other than the last one"
+        return None if module.promote_dtype is dtypes.promote_dtype else "custom promote_dtype"
+
+
+class RMSNorm(nnx.RMSNorm, _Norm):
+    """`nnx.RMSNorm` as a tunable kernel; same parameters, same state, same results.
+
+    Takes all of the stock constructor's arguments. With a mask, axes other than the last one, or statistics over
+    several devices it computes as the stock layer does.
+
+    Args:
+        *args: as `nnx.RMSNorm`.
+        config: back end and tile sizes; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+        **kwargs: as `nnx.RMSNorm`.
+
+    Example:
+        >>> layer = RMSNorm(3, rngs=nnx.Rngs(0))
+        >>> layer(nnx.Rngs(1).normal((2, 3))).shape
+        (2, 3)
+    """
+
+    def __init__(self, *args: Any, config: NormConfig | None = None, backend: str | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.pin(config=config, backend=backend)
+
+    def __call__(self, x: Any, mask: Any = None) -> Any:
+        """The norm of `(..., num_features)`."""
+        if mask is not None or self.why_not(self):
+            return super().__call__(x, mask)
+        return self._norm(rms_norm, x, self.scale[...] if self.scale is not None else None)
+
+
+class LayerNorm(nnx.LayerNorm, _Norm):
+    """`nnx.LayerNorm` as a tunable kernel; same parameters, same state, and results that are as good or better.
+
+    The variance is the mean of squared differences from the mean, whatever `use_fast_variance` says: it is right where
+    the mean is great, and takes no more time. With a mask, axes other than the last one, or statistics over several
+    devices it computes as the stock layer does.
+
+    Args:
+        *args: as `nnx.LayerNorm`.
+        config: back end and tile sizes; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+        **kwargs: as `nnx.LayerNorm`.
+
+    Example:
+        >>> layer = LayerNorm(3, rngs=nnx.Rngs(0))
+        >>> layer(nnx.Rngs(1).normal((2, 3))).shape
+        (2, 3)
+    """
+
+    def __init__(self, *args: Any, config: NormConfig | None = None, backend: str | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.pin(config=config, backend=backend)
+
+    def __call__(self, x: Any, *, mask: Any = None) -> Any:
+        """The norm of `(..., num_features)`."""
+        if mask is not None or self.why_not(self):
+            return super().__call__(x, mask=mask)
+        scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
+        return self._norm(layer_norm, x, scale, bias)
