@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import checkify
 
 import ejkernel_ops as ek
 import ejlayers
@@ -240,6 +241,66 @@ def test_decoding_equals_the_stock_layer():
     for t in range(3):
         a, b = (layer(X[:, t : t + 1]) for layer in layers)
         assert jnp.allclose(a, b, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(nnx.state(layers[0], nnx.Cache)), jax.tree.leaves(nnx.state(layers[1], nnx.Cache))):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(9,), (4, 1, 1, 3), (1,) * 9, (5, 4)])
+@pytest.mark.parametrize("kwargs", [{}, {"num_kv_heads": 2, "normalize_qk": True}, {"dtype": jnp.bfloat16}])
+def test_tokens_one_or_several_at_a_time_give_what_all_at_once_give(sizes, kwargs):
+    layer = ejlayers.nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(3), **kwargs)
+    whole = layer(X, is_causal=True)
+    layer.init_cache((2, 12, WIDTH))  # longer than needed
+    decode = nnx.jit(lambda layer, x, causal: layer(x, decode=True, is_causal=causal), static_argnums=2)
+    at, parts = 0, []
+    for i, n in enumerate(sizes):
+        parts.append(decode(layer, X[:, at : at + n], bool(i % 2)))
+        at += n
+    assert layer.cached_key.dtype == whole.dtype
+    got, want = np.asarray(jnp.concatenate(parts, 1), np.float32), np.asarray(whole, np.float32)
+    np.testing.assert_allclose(got, want, atol=1e-5 if whole.dtype == jnp.float32 else 2e-2)
+
+
+def test_a_mask_hides_keys_of_the_cache_too():
+    layer = ejlayers.nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(3))
+    seen = jnp.arange(9) != 1
+    want = layer(X, mask=seen[None, None, None], is_causal=True)
+    layer.init_cache((2, 9, WIDTH))
+    got = [layer(X[:, i : i + 3], mask=seen[None, None, None], decode=True) for i in (0, 3, 6)]
+    np.testing.assert_allclose(jnp.concatenate(got, 1), want, atol=1e-5)
+
+
+def test_what_does_not_fit_into_a_cache_is_an_error_or_nan():
+    layer = ejlayers.nnx.MultiHeadAttention(4, WIDTH, decode=True, rngs=nnx.Rngs(3))
+    with pytest.raises(ValueError, match="init_cache"):
+        layer(X)
+    layer.init_cache((2, 8, WIDTH))
+    with pytest.raises(ValueError, match="the cache has room for 8 tokens.* 9 more do not fit after 0"):
+        layer(X)
+    with pytest.raises(ValueError, match="key has shape"):
+        layer(X[:1])
+    assert layer.cache_index[...] == 0
+    layer(X[:, :6])
+    with pytest.raises(ValueError, match="room for 8 tokens.* 3 more do not fit after 6"):
+        layer(X[:, 6:])
+
+    def decode(layer, x):
+        return layer(x)
+
+    checked = nnx.jit(decode)
+    assert jnp.isnan(checked(layer, X[:, 6:])).all()
+    graph, state = nnx.split(layer)
+    run = checkify.checkify(jax.jit(lambda state, x: nnx.merge(graph, state)(x)))
+    with pytest.raises(checkify.JaxRuntimeError, match="room for 8 tokens"):
+        run(state, X[:, 6:])[0].throw()
+
+
+def test_a_view_for_decoding_has_a_cache():
+    layer = ejlayers.nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(3))
+    view = nnx.view(layer, decode=True, batch_size=2, max_length=9)
+    np.testing.assert_allclose(view(X), layer(X, is_causal=True), atol=1e-5)
+    with pytest.raises(TypeError, match="max_length is missing"):
+        nnx.view(layer, decode=True, batch_size=2)
 
 
 def test_bad_arguments_are_refused_as_by_the_stock_layer():

@@ -12,6 +12,7 @@ from flax.nnx.nn import dtypes
 from ejkernel_ops import AttentionConfig, ConfigError
 from ejkernel_ops.kernels.config import explicit_config
 
+from ..cache import attend_cached
 from ..functional import at_path, attend
 
 _log = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     """`nnx.MultiHeadAttention` whose attention is a tunable kernel; same parameters, same state, same results.
 
     Takes all of the stock constructor's arguments. Queries that may see no key give 0, where Flax gives
-    the mean of the values.
+    the mean of the values. Decoding takes any number of tokens at a time and is causal; the cache has the layer's type,
+    and what does not fit into it is an error, or under `jit` NaN.
 
     Args:
         *args: as `nnx.MultiHeadAttention`.
@@ -114,6 +116,73 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 "attention_fn is given; this layer brings its own: use nnx.MultiHeadAttention for another"
             )
         super().__init__(*args, attention_fn=KernelAttention(config, backend), **kwargs)
+
+    def __call__(
+        self,
+        inputs_q: Any,
+        inputs_k: Any = None,
+        inputs_v: Any = None,
+        *,
+        mask: Any = None,
+        deterministic: bool | None = None,
+        rngs: Any = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+    ) -> Any:
+        """Attention of `(..., length, in_features)`; with `decode`, of the next tokens, one or more, with a cache."""
+        decoding = self.decode if decode is None else decode
+        quiet = self.dropout_rate == 0 or (self.deterministic if deterministic is None else deterministic)
+        ours = isinstance(self.attention_fn, KernelAttention)
+        if not (decoding and quiet and ours) or sow_weights or self.cached_key is None:
+            return super().__call__(
+                inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic, rngs=rngs,
+                sow_weights=sow_weights, decode=decode, is_causal=is_causal, out_sharding=out_sharding,
+                qkv_sharding=qkv_sharding,
+            )  # fmt: skip
+        if inputs_k is None and inputs_v is not None:
+            raise ValueError("inputs_v is given without inputs_k; give both, or inputs_k alone")
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        inputs_v = inputs_k if inputs_v is None else inputs_v
+        projections = ((self.query, inputs_q), (self.key, inputs_k), (self.value, inputs_v))
+        query, key, value = (layer(x, out_sharding=qkv_sharding) for layer, x in projections)
+        if self.normalize_qk:
+            query, key = self.query_ln(query), self.key_ln(key)
+        return self.out(self._decoded(query, key, value, mask), out_sharding=out_sharding)
+
+    def _decoded(self, query: Any, key: Any, value: Any, mask: Any) -> Any:
+        cache = (self.cached_key, self.cached_value, self.cache_index)
+        with at_path(self.kernel_path):
+            out, *after = attend_cached(
+                query, key, value, *(x[...] for x in cache), dtype=self.dtype, mask=mask, precision=self.precision,
+                config=self.config, backend=self.backend,
+            )  # fmt: skip
+        for variable, x in zip(cache, after):
+            variable[...] = x
+        return out
+
+    def init_cache(self, input_shape: Any, dtype: Any = None) -> None:
+        """Makes an empty cache for inputs `(..., length, in_features)`, in the layer's type or a given one."""
+        super().init_cache(input_shape, dtype or self.dtype or self.param_dtype)
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: Any = None,
+        max_length: int | None = None,
+    ) -> None:
+        """What `nnx.view` sets; with `decode=True` it makes the cache, where there is none."""
+        super().set_view(deterministic, decode, batch_size, max_length)
+        if not decode or self.cached_key is not None:
+            return
+        for name, given in (("batch_size", batch_size), ("max_length", max_length)):
+            if given is None:
+                raise TypeError(f"{name} is missing: there is no cache yet, and decoding needs one of a size")
+        batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+        self.init_cache((*batch, max_length, self.in_features))
 
     @property
     def config(self) -> AttentionConfig | None:
