@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.experimental import checkify
 from jaxtyping import Array, Float, Int
 
@@ -69,8 +70,8 @@ def _fits(index: jax.Array, count: int, size: int) -> Any:
     """Whether so many tokens more fit into a cache; an error where it is known that they do not."""
     fits = index + count <= size
     full = f"the cache has room for {size} tokens: make it longer, or start anew; {count} more do not fit"
-    if count > size or not (isinstance(fits, jax.core.Tracer) or fits):
-        raise ValueError(full if isinstance(index, jax.core.Tracer) else f"{full} after {int(index)}")
+    if count > size or not (isinstance(fits, Tracer) or fits):
+        raise ValueError(full if isinstance(index, Tracer) else f"{full} after {int(index)}")
     checkify.debug_check(fits, full + " after {index}", index=index)
     return fits
 

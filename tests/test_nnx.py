@@ -275,13 +275,13 @@ def test_what_does_not_fit_into_a_cache_is_an_error_or_nan():
     with pytest.raises(ValueError, match="init_cache"):
         layer(X)
     layer.init_cache((2, 8, WIDTH))
-    with pytest.raises(ValueError, match="the cache has room for 8 tokens.* 9 more do not fit after 0"):
+    with pytest.raises(ValueError, match=r"the cache has room for 8 tokens.* 9 more do not fit after 0"):
         layer(X)
     with pytest.raises(ValueError, match="key has shape"):
         layer(X[:1])
     assert layer.cache_index[...] == 0
     layer(X[:, :6])
-    with pytest.raises(ValueError, match="room for 8 tokens.* 3 more do not fit after 6"):
+    with pytest.raises(ValueError, match=r"room for 8 tokens.* 3 more do not fit after 6"):
         layer(X[:, 6:])
 
     def decode(layer, x):

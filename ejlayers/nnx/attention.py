@@ -148,11 +148,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         inputs_v = inputs_k if inputs_v is None else inputs_v
         projections = ((self.query, inputs_q), (self.key, inputs_k), (self.value, inputs_v))
         query, key, value = (layer(x, out_sharding=qkv_sharding) for layer, x in projections)
-        if self.normalize_qk:
+        if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
         return self.out(self._decoded(query, key, value, mask), out_sharding=out_sharding)
 
-    def _decoded(self, query: Any, key: Any, value: Any, mask: Any) -> Any:
+    def _decoded(self: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
         cache = (self.cached_key, self.cached_value, self.cache_index)
         with at_path(self.kernel_path):
             out, *after = attend_cached(
