@@ -12,12 +12,16 @@ from ejkernel_ops import AttentionConfig as AttentionConfig
 from ejkernel_ops import AutotuningResult as AutotuningResult
 from ejkernel_ops import BwdParams as BwdParams
 from ejkernel_ops import FwdParams as FwdParams
+from ejkernel_ops import GatedLinearConfig as GatedLinearConfig
 from ejkernel_ops import LinearConfig as LinearConfig
+from ejkernel_ops import LinearCrossEntropyConfig as LinearCrossEntropyConfig
 from ejkernel_ops import NormConfig as NormConfig
+from ejkernel_ops import RotaryScaling as RotaryScaling
 
 from .check import check as check
 from .explain import ExplainReport as ExplainReport
 from .explain import explain as explain
+from .functional import Rotary as Rotary
 from .rules import set_config as set_config
 from .swap import SwapReport as SwapReport
 from .swap import report as report

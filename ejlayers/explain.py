@@ -122,7 +122,7 @@ def with_paths(tree: Any) -> Any:
         roots = [path for path, node in adapter.modules(tree) if adapter.is_model(node)]
         root = min(roots, key=len, default="")
         for path, module in list(adapter.modules(tree)):
-            if isinstance(module, adapter.OURS):
+            if isinstance(module, adapter.LAYERS):
                 module.pin(path=path.removeprefix(root).strip(".") or type(module).__name__)
     return tree
 

@@ -12,10 +12,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ejkernel_ops import AttentionConfig, LinearConfig, NormConfig, flash_attention, linear
+from ejkernel_ops import (
+    AttentionConfig,
+    GatedLinearConfig,
+    LinearConfig,
+    LinearCrossEntropyConfig,
+    NormConfig,
+    RotaryScaling,
+    flash_attention,
+    linear,
+    rotary_embedding,
+)
 from ejkernel_ops.core.snapshot import entered
 
-CONFIGS = (AttentionConfig, LinearConfig, NormConfig)
+CONFIGS = (AttentionConfig, LinearConfig, GatedLinearConfig, NormConfig, LinearCrossEntropyConfig)
 
 
 def at_path(path: str | None) -> contextlib.AbstractContextManager:
@@ -61,8 +71,41 @@ def attend(
     mask = mask if mask is None or mask.dtype == jnp.bool_ else mask != 0
     bias, mask = (None if x is None else _one_batch_axis(x, batch) for x in (bias, mask))
     query, key, value = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
+    for name in {"q_segment_ids", "kv_segment_ids", "kv_lengths"} & options.keys():
+        if (x := options[name]) is not None:
+            x = jnp.asarray(x)
+            options[name] = x.reshape(math.prod(batch), *x.shape[len(batch) :])
     out = flash_attention(query, key, value, bias=bias, mask=mask, **options)
     return out.reshape(*batch, *out.shape[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary position embedding of a layer: `ejkernel_ops.rotary_embedding` with these options.
+
+    Args:
+        theta: base of the frequencies.
+        fraction: of the features of a head that are turned, the first ones.
+        interleaved: whether pairs are neighbours, not halves.
+        scaling: a `RotaryScaling` for longer sequences.
+
+    Example:
+        >>> Rotary(theta=500000.0)(jnp.ones((2, 3, 4, 8)), jnp.arange(3)).shape
+        (2, 3, 4, 8)
+    """
+
+    theta: float = 10000.0
+    fraction: float = 1.0
+    interleaved: bool = False
+    scaling: RotaryScaling | None = None
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Heads `(..., length, num_heads, head_dim)`, turned by positions `(length,)` or `(..., length)`."""
+        flat = x.reshape(-1, *x.shape[-3:])
+        if positions.ndim > 1:
+            positions = jnp.broadcast_to(positions, x.shape[:-2]).reshape(-1, x.shape[-3])
+        options = dataclasses.asdict(self) | {"scaling": self.scaling}
+        return rotary_embedding(flat, positions, **options).reshape(x.shape)
 
 
 def _one_batch_axis(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:

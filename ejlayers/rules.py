@@ -102,7 +102,7 @@ def set_config(tree: Any, rules: Rules) -> Any:
     changes, paths = [], []
     for adapter in adapters():
         for path, module in adapter.modules(tree):
-            if not isinstance(module, adapter.OURS):
+            if not isinstance(module, adapter.LAYERS):
                 continue
             paths.append(path)
             value = book.find(path, (type(module),))

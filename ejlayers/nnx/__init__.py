@@ -1,10 +1,13 @@
 """The layers for Flax NNX, under the names of those they replace."""
 
-from .attention import KernelAttention as KernelAttention
-from .attention import MultiHeadAttention as MultiHeadAttention
+from .attention import Attention as Attention
 from .embed import Embed as Embed
+from .head import LMHead as LMHead
 from .linear import Einsum as Einsum
 from .linear import Linear as Linear
 from .linear import LinearGeneral as LinearGeneral
+from .mlp import GatedMLP as GatedMLP
+from .multi_head_attention import KernelAttention as KernelAttention
+from .multi_head_attention import MultiHeadAttention as MultiHeadAttention
 from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm

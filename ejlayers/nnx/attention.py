@@ -1,221 +1,216 @@
-"""Multi-head attention for Flax NNX."""
+"""Attention of today's language models for Flax NNX: grouped heads, rotary embedding, windows, sinks, a cache."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from ejkernel_ops import AttentionConfig, ConfigError
-from ejkernel_ops.kernels.config import explicit_config
+from ejkernel_ops import AttentionConfig
 
 from ..cache import attend_cached
-from ..functional import at_path, attend
-
-_log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelAttention:
-    """An `attention_fn` for `nnx.MultiHeadAttention` that honours every argument that Flax passes.
-
-    Two things have no kernel and run as Flax's own attention, with one log line: sown attention weights,
-    and dropout that is shared over batch and heads (`broadcast_dropout=True`, Flax's default).
-
-    Args:
-        config: back end and tile sizes; what it leaves open is chosen.
-        backend: back end, or `None` for the best one.
-        path: dotted path of the module, while `explain` asks for it.
-
-    Example:
-        >>> from flax import nnx
-        >>> layer = nnx.MultiHeadAttention(
-        ...     2, 8, decode=False, attention_fn=KernelAttention(), rngs=nnx.Rngs(0))
-        >>> layer(nnx.Rngs(1).normal((1, 3, 8))).shape
-        (1, 3, 8)
-    """
-
-    config: AttentionConfig | None = None
-    backend: str | None = None
-    path: str | None = None
-
-    def __post_init__(self):
-        explicit_config(AttentionConfig, self.config, None, self.backend)  # what is wrong with them is an error now
-
-    def __call__(
-        self,
-        query: Any,
-        key: Any,
-        value: Any,
-        bias: Any = None,
-        mask: Any = None,
-        broadcast_dropout: bool = True,
-        dropout_rng: Any = None,
-        dropout_rate: float = 0.0,
-        deterministic: bool = False,
-        dtype: Any = None,
-        precision: Any = None,
-        module: Any = None,
-        promote_dtype: Any = dtypes.promote_dtype,
-        is_causal: bool = False,
-    ) -> Any:
-        """Attention as `nnx.dot_product_attention` computes it; rows without a visible key give 0."""
-        dropping = dropout_rate > 0.0 and not deterministic
-        if module is not None or (dropping and broadcast_dropout):
-            _report_fallback("sow_weights=True" if module is not None else "broadcast_dropout=True")
-            return nnx.dot_product_attention(
-                query, key, value, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
-                dropout_rate=dropout_rate, deterministic=deterministic, dtype=dtype, precision=precision, module=module,
-                promote_dtype=promote_dtype, is_causal=is_causal,
-            )  # fmt: skip
-        query, key, value = promote_dtype((query, key, value), dtype=dtype)
-        with at_path(self.path):
-            return attend(
-                query, key, value, bias=bias, mask=mask, causal=is_causal, precision=precision, config=self.config,
-                backend=self.backend, dropout_rate=dropout_rate if dropping else 0.0, dropout_rng=dropout_rng,
-            )  # fmt: skip
+from ..functional import Rotary, at_path, attend
+from .linear import LinearGeneral
+from .norm import RMSNorm
+from .pinned import Pinned
 
 
-_reported: set[str] = set()
+class Attention(nnx.Module, Pinned):
+    """Self-attention of a decoder or an encoder, with what current models have; the attention is a tunable kernel.
 
-
-def _report_fallback(reason: str) -> None:
-    if reason not in _reported:
-        _reported.add(reason)
-        _log.warning("attention with %s runs as Flax's own, not as a kernel", reason)
-
-
-class MultiHeadAttention(nnx.MultiHeadAttention):
-    """`nnx.MultiHeadAttention` whose attention is a tunable kernel; same parameters, same state, same results.
-
-    Takes all of the stock constructor's arguments. Queries that may see no key give 0, where Flax gives
-    the mean of the values. Decoding takes any number of tokens at a time and is causal; the cache has the layer's type,
-    and what does not fit into it is an error, or under `jit` NaN.
+    Parameters are those of four general linear layers: `query`, `key`, `value` `(in_features, heads, head_dim)` and
+    `out` `(num_heads, head_dim, out_features)`; with `qk_norm` of the norms `query_norm` and `key_norm`; with `sinks`
+    `(num_heads,)`.
 
     Args:
-        *args: as `nnx.MultiHeadAttention`.
+        in_features: features of inputs.
+        num_heads: heads of queries.
+        num_kv_heads: heads of keys and values, of which `num_heads` is a multiple; default `num_heads`.
+        head_dim: features of a head; default `in_features // num_heads`.
+        out_features: features of outputs; default `in_features`.
+        causal: whether a token sees no later ones.
+        sliding_window: `(left, right)`, how many tokens before and after it a token sees; an int is both.
+        softmax_scale: default `head_dim ** -0.5`.
+        logits_soft_cap: logits become `cap * tanh(logits / cap)`.
+        sinks: whether each head has a learned logit that takes its share of the probabilities and gives nothing.
+        qk_norm: whether queries and keys of each head go through `RMSNorm`.
+        rotary: rotary position embedding of queries and keys, or `None`.
+        dropout_rate: of the probabilities.
+        use_bias: whether the linear layers have biases.
+        dtype: type to compute in; default that of inputs and parameters.
+        param_dtype: type of the parameters.
+        precision: as in `jax.lax.Precision`.
+        kernel_init: initializer of the kernels; default that of `nnx.LinearGeneral`.
+        bias_init: initializer of the biases.
         config: back end and tile sizes of the attention; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
-        **kwargs: as `nnx.MultiHeadAttention`, `attention_fn` excepted.
+        rngs: for the parameters, and its stream `dropout` for dropout.
 
     Raises:
-        ConfigError: `attention_fn` is given, or a config of another type or for another back end.
+        ValueError: heads that do not divide.
+        ConfigError: a config of another type or for another back end.
 
     Example:
-        >>> layer = MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
-        >>> layer(nnx.Rngs(1).normal((1, 3, 8)), is_causal=True).shape
-        (1, 3, 8)
+        >>> layer = Attention(16, 4, num_kv_heads=2, rotary=Rotary(), rngs=nnx.Rngs(0))
+        >>> layer(nnx.Rngs(1).normal((2, 5, 16))).shape
+        (2, 5, 16)
+
+    Source: grouped heads: Ainslie et al. 2023, arXiv:2305.13245; rotary: Su et al. 2021, arXiv:2104.09864; sinks: Xiao
+    et al. 2023, arXiv:2309.17453.
     """
-
-    def __init__(self, *args: Any, config: AttentionConfig | None = None, backend: str | None = None, **kwargs: Any):
-        if "attention_fn" in kwargs:
-            raise ConfigError(
-                "attention_fn is given; this layer brings its own: use nnx.MultiHeadAttention for another"
-            )
-        super().__init__(*args, attention_fn=KernelAttention(config, backend), **kwargs)
-
-    def __call__(
-        self,
-        inputs_q: Any,
-        inputs_k: Any = None,
-        inputs_v: Any = None,
-        *,
-        mask: Any = None,
-        deterministic: bool | None = None,
-        rngs: Any = None,
-        sow_weights: bool = False,
-        decode: bool | None = None,
-        is_causal: bool = False,
-        out_sharding: Any = None,
-        qkv_sharding: Any = None,
-    ) -> Any:
-        """Attention of `(..., length, in_features)`; with `decode`, of the next tokens, one or more, with a cache."""
-        decoding = self.decode if decode is None else decode
-        quiet = self.dropout_rate == 0 or (self.deterministic if deterministic is None else deterministic)
-        ours = isinstance(self.attention_fn, KernelAttention)
-        if not (decoding and quiet and ours) or sow_weights or self.cached_key is None:
-            return super().__call__(
-                inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic, rngs=rngs,
-                sow_weights=sow_weights, decode=decode, is_causal=is_causal, out_sharding=out_sharding,
-                qkv_sharding=qkv_sharding,
-            )  # fmt: skip
-        if inputs_k is None and inputs_v is not None:
-            raise ValueError("inputs_v is given without inputs_k; give both, or inputs_k alone")
-        inputs_k = inputs_q if inputs_k is None else inputs_k
-        inputs_v = inputs_k if inputs_v is None else inputs_v
-        projections = ((self.query, inputs_q), (self.key, inputs_k), (self.value, inputs_v))
-        query, key, value = (layer(x, out_sharding=qkv_sharding) for layer, x in projections)
-        if self.query_ln is not None and self.key_ln is not None:
-            query, key = self.query_ln(query), self.key_ln(key)
-        return self.out(self._decoded(query, key, value, mask), out_sharding=out_sharding)
-
-    def _decoded(self: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
-        cache = (self.cached_key, self.cached_value, self.cache_index)
-        with at_path(self.kernel_path):
-            out, *after = attend_cached(
-                query, key, value, *(x[...] for x in cache), dtype=self.dtype, mask=mask, precision=self.precision,
-                config=self.config, backend=self.backend,
-            )  # fmt: skip
-        for variable, x in zip(cache, after):
-            variable[...] = x
-        return out
-
-    def init_cache(self, input_shape: Any, dtype: Any = None) -> None:
-        """Makes an empty cache for inputs `(..., length, in_features)`, in the layer's type or a given one."""
-        super().init_cache(input_shape, dtype or self.dtype or self.param_dtype)
-
-    def set_view(
-        self,
-        deterministic: bool | None = None,
-        decode: bool | None = None,
-        batch_size: Any = None,
-        max_length: int | None = None,
-    ) -> None:
-        """What `nnx.view` sets; with `decode=True` it makes the cache, where there is none."""
-        super().set_view(deterministic, decode, batch_size, max_length)
-        if not decode or self.cached_key is not None:
-            return
-        for name, given in (("batch_size", batch_size), ("max_length", max_length)):
-            if given is None:
-                raise TypeError(f"{name} is missing: there is no cache yet, and decoding needs one of a size")
-        batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
-        self.init_cache((*batch, max_length, self.in_features))
-
-    @property
-    def config(self) -> AttentionConfig | None:
-        """The config that the module pins."""
-        return self.attention_fn.config
-
-    @property
-    def backend(self) -> str | None:
-        """The back end that the module pins."""
-        return self.attention_fn.backend
-
-    @property
-    def kernel_path(self) -> str | None:
-        """The module's dotted path, while `explain` asks for it."""
-        return self.attention_fn.path
-
-    def pin(self, **fields: Any) -> None:
-        """Changes `config`, `backend` or `path`; jitted functions that take the module retrace once."""
-        attention_fn: Any = self.attention_fn
-        self.attention_fn = dataclasses.replace(attention_fn, **fields)
 
     config_type = AttentionConfig
 
-    @staticmethod
-    def why_not(module: nnx.MultiHeadAttention) -> str | None:
-        """Why a stock module cannot become this one; `None` where it can."""
-        return None if module.attention_fn is nnx.dot_product_attention else "custom attention_fn"
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        out_features: int | None = None,
+        causal: bool = True,
+        sliding_window: int | tuple[int, int] | None = None,
+        softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        sinks: bool = False,
+        qk_norm: bool = False,
+        rotary: Rotary | None = None,
+        dropout_rate: float = 0.0,
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Any = None,
+        bias_init: Any = None,
+        config: AttentionConfig | None = None,
+        backend: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if head_dim is None and in_features % num_heads:
+            raise ValueError(f"in_features is {in_features}, no multiple of num_heads, {num_heads}; pass head_dim")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"num_heads is {num_heads}; expected a multiple of num_kv_heads, which is {num_kv_heads}")
+        head_dim = in_features // num_heads if head_dim is None else head_dim
+        out_features = in_features if out_features is None else out_features
+        options = {
+            "use_bias": use_bias,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "precision": precision,
+            "rngs": rngs,
+        }
+        given = {"kernel_init": kernel_init, "bias_init": bias_init}
+        options |= {name: value for name, value in given.items() if value is not None}
+        self.query = LinearGeneral(in_features, (num_heads, head_dim), **options)
+        self.key = LinearGeneral(in_features, (num_kv_heads, head_dim), **options)
+        self.value = LinearGeneral(in_features, (num_kv_heads, head_dim), **options)
+        self.out = LinearGeneral((num_heads, head_dim), out_features, axis=(-2, -1), **options)
+        norm = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.query_norm = RMSNorm(head_dim, **norm) if qk_norm else None
+        self.key_norm = RMSNorm(head_dim, **norm) if qk_norm else None
+        self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if sinks else None
+        self.num_kv_heads, self.head_dim, self.causal, self.rotary = num_kv_heads, head_dim, causal, rotary
+        self.sliding_window, self.softmax_scale, self.logits_soft_cap = sliding_window, softmax_scale, logits_soft_cap
+        self.dtype, self.param_dtype, self.precision, self.dropout_rate = dtype, param_dtype, precision, dropout_rate
+        self.dropout = rngs.dropout.fork() if dropout_rate > 0 else None
+        self.cached_key, self.cached_value, self.cache_index = (nnx.data(None) for _ in range(3))
+        self.pin(config=config, backend=backend)
 
-    @staticmethod
-    def adopt(module: nnx.MultiHeadAttention) -> None:
-        """What a stock module needs beside the new class."""
-        module.attention_fn = KernelAttention()
+    def __call__(
+        self,
+        x: Any,
+        *,
+        positions: Any = None,
+        mask: Any = None,
+        bias: Any = None,
+        segment_ids: Any = None,
+        kv_lengths: Any = None,
+        deterministic: bool = False,
+        decode: bool = False,
+    ) -> Any:
+        """From `(..., length, in_features)` to `(..., length, out_features)`.
 
-    def release(self) -> None:
-        """Undoes `adopt`."""
-        self.attention_fn = nnx.dot_product_attention
+        Args:
+            x: the inputs.
+            positions: of the tokens, `(..., length)` integers; default they count up, from what the cache holds.
+            mask: bool, broadcastable to `(..., num_heads, length, length)`, true where a token may see another.
+            bias: added to the logits, broadcastable in the same way.
+            segment_ids: `(..., length)` integers: tokens see those with the same one; negative ones see nothing.
+            kv_lengths: `(...)` integers: tokens from there on are seen by none.
+            deterministic: whether dropout is off.
+            decode: whether these are the next tokens after those in the cache, which they are added to. Then masks and
+                biases are for all keys of the cache, `(..., length, max_length)`.
+
+        Returns:
+            The outputs.
+
+        Raises:
+            ValueError: decoding without a cache, past its end, without causality, or with segment ids or dropout.
+        """
+        query, key, value = (layer(x) for layer in (self.query, self.key, self.value))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.rotary is not None:
+            if positions is None:
+                start = self._index() if decode else 0
+                positions = start + jnp.arange(x.shape[-2])
+            query, key = (self.rotary(a, positions) for a in (query, key))
+        options = {
+            "mask": mask, "bias": bias, "kv_lengths": kv_lengths, "sliding_window": self.sliding_window,
+            "softmax_scale": self.softmax_scale, "logits_soft_cap": self.logits_soft_cap, "precision": self.precision,
+            "sinks": None if self.sinks is None else self.sinks[...], "config": self.config, "backend": self.backend,
+        }  # fmt: skip
+        dropping = self.dropout is not None and not deterministic
+        if decode:
+            self._refuse_decoding(segment_ids, dropping)
+            return self.out(self._decoded(query, key, value, options))
+        query, key, value = dtypes.promote_dtype((query, key, value), dtype=self.dtype)
+        with at_path(self.kernel_path):
+            heads = attend(
+                query, key, value, causal=self.causal, q_segment_ids=segment_ids, kv_segment_ids=segment_ids,
+                dropout_rate=self.dropout_rate if dropping else 0.0, dropout_rng=self.dropout() if dropping else None,
+                **options,
+            )  # fmt: skip
+        return self.out(heads)
+
+    def init_cache(self, batch_size: int | tuple[int, ...], max_length: int, dtype: Any = None) -> None:
+        """Makes an empty cache for so many tokens of each example, in the layer's type or a given one.
+
+        Args:
+            batch_size: the batch axes of inputs.
+            max_length: the most tokens of an example.
+            dtype: type of cached keys and values.
+        """
+        batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+        shape = (*batch, max_length, self.num_kv_heads, self.head_dim)
+        dtype = dtype or self.dtype or self.param_dtype
+        self.cached_key, self.cached_value = nnx.Cache(jnp.zeros(shape, dtype)), nnx.Cache(jnp.zeros(shape, dtype))
+        self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def _index(self) -> Any:
+        if self.cache_index is None:
+            raise ValueError("decode=True without a cache; call init_cache(batch_size, max_length) first")
+        return self.cache_index[...]
+
+    def _refuse_decoding(self, segment_ids: Any, dropping: bool) -> None:
+        self._index()
+        if not self.causal:
+            raise ValueError("decode=True needs causal=True: earlier tokens cannot see those that come")
+        if segment_ids is not None:
+            raise ValueError("segment_ids are given with decode=True; decode each document with a cache of its own")
+        if dropping:
+            raise ValueError("dropout is on with decode=True; pass deterministic=True")
+
+    def _decoded(self: Any, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
+        cache = (self.cached_key, self.cached_value, self.cache_index)
+        with at_path(self.kernel_path):
+            heads, *after = attend_cached(
+                query, key, value, *(x[...] for x in cache), dtype=self.dtype or query.dtype, **options
+            )
+        for variable, x in zip(cache, after):
+            variable[...] = x
+        return heads

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .attention import MultiHeadAttention
+from .attention import Attention
 from .embed import Embed
+from .head import LMHead
 from .linear import Einsum, Linear, LinearGeneral
+from .mlp import GatedMLP
+from .multi_head_attention import MultiHeadAttention
 from .norm import LayerNorm, RMSNorm
 
 REPLACEMENTS: dict[type, type] = {
@@ -25,6 +28,7 @@ REPLACEMENTS: dict[type, type] = {
     nnx.Embed: Embed,
 }
 OURS = tuple(REPLACEMENTS.values())
+LAYERS = (*OURS, Attention, GatedMLP, LMHead)  # whose modules can pin a config
 
 
 def is_model(tree: Any) -> bool:

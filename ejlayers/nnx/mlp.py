@@ -1,0 +1,86 @@
+"""A gated MLP for Flax NNX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from ejkernel_ops import GatedLinearConfig, gated_linear
+
+from ..functional import at_path
+from .linear import Linear
+from .pinned import Pinned
+
+
+class GatedMLP(nnx.Module, Pinned):
+    """`down(activation(gate(x)) * up(x))`, the MLP of Llama and its kin: both products and the gate are one kernel.
+
+    Parameters are those of three `Linear` layers, `gate`, `up` and `down`.
+
+    Args:
+        in_features: features of inputs and, by default, of outputs.
+        hidden_features: features in between.
+        out_features: features of outputs.
+        activation: `"silu"`, `"gelu"`, `"gelu_exact"`, `"relu"` or `"squared_relu"`.
+        use_bias: whether the three have biases.
+        dtype: type to compute in; default that of inputs and parameters.
+        param_dtype: type of the parameters.
+        precision: as in `jax.lax.Precision`.
+        kernel_init: initializer of the kernels; default that of `nnx.Linear`.
+        bias_init: initializer of the biases.
+        config: back end and tile sizes of the gated product; `down` has a config of its own.
+        backend: back end, or `None` for the best one.
+        rngs: for the parameters.
+
+    Raises:
+        ConfigError: a config of another type or for another back end.
+
+    Example:
+        >>> layer = GatedMLP(3, 8, rngs=nnx.Rngs(0))
+        >>> layer(nnx.Rngs(1).normal((2, 3))).shape
+        (2, 3)
+
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+
+    config_type = GatedLinearConfig
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None = None,
+        *,
+        activation: str = "silu",
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = None,
+        precision: Any = None,
+        kernel_init: Any = None,
+        bias_init: Any = None,
+        config: GatedLinearConfig | None = None,
+        backend: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        given = {"param_dtype": param_dtype, "kernel_init": kernel_init, "bias_init": bias_init}
+        options = {name: value for name, value in given.items() if value is not None}
+        options |= {"use_bias": use_bias, "dtype": dtype, "precision": precision, "rngs": rngs}
+        self.gate = Linear(in_features, hidden_features, **options)
+        self.up = Linear(in_features, hidden_features, **options)
+        self.down = Linear(hidden_features, in_features if out_features is None else out_features, **options)
+        self.activation, self.dtype, self.precision = activation, dtype, precision
+        self.pin(config=config, backend=backend)
+
+    def __call__(self, x: Any) -> Any:
+        """From `(..., in_features)` to `(..., out_features)`."""
+        parameters = (self.gate.kernel, self.up.kernel, self.gate.bias, self.up.bias)
+        operands = (x, *(None if p is None else p[...] for p in parameters))
+        x, gate, up, gate_bias, up_bias = dtypes.promote_dtype(operands, dtype=self.dtype)
+        with at_path(self.kernel_path):
+            hidden = gated_linear(
+                x, gate, up, gate_bias=gate_bias, up_bias=up_bias, activation=self.activation,
+                precision=self.precision, config=self.config, backend=self.backend,
+            )  # fmt: skip
+        return self.down(hidden)

@@ -1,0 +1,221 @@
+"""Multi-head attention for Flax NNX."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+from flax import nnx
+from flax.nnx.nn import dtypes
+
+from ejkernel_ops import AttentionConfig, ConfigError
+from ejkernel_ops.kernels.config import explicit_config
+
+from ..cache import attend_cached
+from ..functional import at_path, attend
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelAttention:
+    """An `attention_fn` for `nnx.MultiHeadAttention` that honours every argument that Flax passes.
+
+    Two things have no kernel and run as Flax's own attention, with one log line: sown attention weights,
+    and dropout that is shared over batch and heads (`broadcast_dropout=True`, Flax's default).
+
+    Args:
+        config: back end and tile sizes; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+        path: dotted path of the module, while `explain` asks for it.
+
+    Example:
+        >>> from flax import nnx
+        >>> layer = nnx.MultiHeadAttention(
+        ...     2, 8, decode=False, attention_fn=KernelAttention(), rngs=nnx.Rngs(0))
+        >>> layer(nnx.Rngs(1).normal((1, 3, 8))).shape
+        (1, 3, 8)
+    """
+
+    config: AttentionConfig | None = None
+    backend: str | None = None
+    path: str | None = None
+
+    def __post_init__(self):
+        explicit_config(AttentionConfig, self.config, None, self.backend)  # what is wrong with them is an error now
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any = None,
+        mask: Any = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        promote_dtype: Any = dtypes.promote_dtype,
+        is_causal: bool = False,
+    ) -> Any:
+        """Attention as `nnx.dot_product_attention` computes it; rows without a visible key give 0."""
+        dropping = dropout_rate > 0.0 and not deterministic
+        if module is not None or (dropping and broadcast_dropout):
+            _report_fallback("sow_weights=True" if module is not None else "broadcast_dropout=True")
+            return nnx.dot_product_attention(
+                query, key, value, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
+                dropout_rate=dropout_rate, deterministic=deterministic, dtype=dtype, precision=precision, module=module,
+                promote_dtype=promote_dtype, is_causal=is_causal,
+            )  # fmt: skip
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        with at_path(self.path):
+            return attend(
+                query, key, value, bias=bias, mask=mask, causal=is_causal, precision=precision, config=self.config,
+                backend=self.backend, dropout_rate=dropout_rate if dropping else 0.0, dropout_rng=dropout_rng,
+            )  # fmt: skip
+
+
+_reported: set[str] = set()
+
+
+def _report_fallback(reason: str) -> None:
+    if reason not in _reported:
+        _reported.add(reason)
+        _log.warning("attention with %s runs as Flax's own, not as a kernel", reason)
+
+
+class MultiHeadAttention(nnx.MultiHeadAttention):
+    """`nnx.MultiHeadAttention` whose attention is a tunable kernel; same parameters, same state, same results.
+
+    Takes all of the stock constructor's arguments. Queries that may see no key give 0, where Flax gives
+    the mean of the values. Decoding takes any number of tokens at a time and is causal; the cache has the layer's type,
+    and what does not fit into it is an error, or under `jit` NaN.
+
+    Args:
+        *args: as `nnx.MultiHeadAttention`.
+        config: back end and tile sizes of the attention; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+        **kwargs: as `nnx.MultiHeadAttention`, `attention_fn` excepted.
+
+    Raises:
+        ConfigError: `attention_fn` is given, or a config of another type or for another back end.
+
+    Example:
+        >>> layer = MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+        >>> layer(nnx.Rngs(1).normal((1, 3, 8)), is_causal=True).shape
+        (1, 3, 8)
+    """
+
+    def __init__(self, *args: Any, config: AttentionConfig | None = None, backend: str | None = None, **kwargs: Any):
+        if "attention_fn" in kwargs:
+            raise ConfigError(
+                "attention_fn is given; this layer brings its own: use nnx.MultiHeadAttention for another"
+            )
+        super().__init__(*args, attention_fn=KernelAttention(config, backend), **kwargs)
+
+    def __call__(
+        self,
+        inputs_q: Any,
+        inputs_k: Any = None,
+        inputs_v: Any = None,
+        *,
+        mask: Any = None,
+        deterministic: bool | None = None,
+        rngs: Any = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+    ) -> Any:
+        """Attention of `(..., length, in_features)`; with `decode`, of the next tokens, one or more, with a cache."""
+        decoding = self.decode if decode is None else decode
+        quiet = self.dropout_rate == 0 or (self.deterministic if deterministic is None else deterministic)
+        ours = isinstance(self.attention_fn, KernelAttention)
+        if not (decoding and quiet and ours) or sow_weights or self.cached_key is None:
+            return super().__call__(
+                inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic, rngs=rngs,
+                sow_weights=sow_weights, decode=decode, is_causal=is_causal, out_sharding=out_sharding,
+                qkv_sharding=qkv_sharding,
+            )  # fmt: skip
+        if inputs_k is None and inputs_v is not None:
+            raise ValueError("inputs_v is given without inputs_k; give both, or inputs_k alone")
+        inputs_k = inputs_q if inputs_k is None else inputs_k
+        inputs_v = inputs_k if inputs_v is None else inputs_v
+        projections = ((self.query, inputs_q), (self.key, inputs_k), (self.value, inputs_v))
+        query, key, value = (layer(x, out_sharding=qkv_sharding) for layer, x in projections)
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
+        return self.out(self._decoded(query, key, value, mask), out_sharding=out_sharding)
+
+    def _decoded(self: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
+        cache = (self.cached_key, self.cached_value, self.cache_index)
+        with at_path(self.kernel_path):
+            out, *after = attend_cached(
+                query, key, value, *(x[...] for x in cache), dtype=self.dtype, mask=mask, precision=self.precision,
+                config=self.config, backend=self.backend,
+            )  # fmt: skip
+        for variable, x in zip(cache, after):
+            variable[...] = x
+        return out
+
+    def init_cache(self, input_shape: Any, dtype: Any = None) -> None:
+        """Makes an empty cache for inputs `(..., length, in_features)`, in the layer's type or a given one."""
+        super().init_cache(input_shape, dtype or self.dtype or self.param_dtype)
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: Any = None,
+        max_length: int | None = None,
+    ) -> None:
+        """What `nnx.view` sets; with `decode=True` it makes the cache, where there is none."""
+        super().set_view(deterministic, decode, batch_size, max_length)
+        if not decode or self.cached_key is not None:
+            return
+        for name, given in (("batch_size", batch_size), ("max_length", max_length)):
+            if given is None:
+                raise TypeError(f"{name} is missing: there is no cache yet, and decoding needs one of a size")
+        batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+        self.init_cache((*batch, max_length, self.in_features))
+
+    @property
+    def config(self) -> AttentionConfig | None:
+        """The config that the module pins."""
+        return self.attention_fn.config
+
+    @property
+    def backend(self) -> str | None:
+        """The back end that the module pins."""
+        return self.attention_fn.backend
+
+    @property
+    def kernel_path(self) -> str | None:
+        """The module's dotted path, while `explain` asks for it."""
+        return self.attention_fn.path
+
+    def pin(self, **fields: Any) -> None:
+        """Changes `config`, `backend` or `path`; jitted functions that take the module retrace once."""
+        attention_fn: Any = self.attention_fn
+        self.attention_fn = dataclasses.replace(attention_fn, **fields)
+
+    config_type = AttentionConfig
+
+    @staticmethod
+    def why_not(module: nnx.MultiHeadAttention) -> str | None:
+        """Why a stock module cannot become this one; `None` where it can."""
+        return None if module.attention_fn is nnx.dot_product_attention else "custom attention_fn"
+
+    @staticmethod
+    def adopt(module: nnx.MultiHeadAttention) -> None:
+        """What a stock module needs beside the new class."""
+        module.attention_fn = KernelAttention()
+
+    def release(self) -> None:
+        """Undoes `adopt`."""
+        self.attention_fn = nnx.dot_product_attention
