@@ -104,8 +104,15 @@ class Rotary:
         flat = x.reshape(-1, *x.shape[-3:])
         if positions.ndim > 1:
             positions = jnp.broadcast_to(positions, x.shape[:-2]).reshape(-1, x.shape[-3])
-        options = dataclasses.asdict(self) | {"scaling": self.scaling}
-        return rotary_embedding(flat, positions, **options).reshape(x.shape)
+        out = rotary_embedding(
+            flat,
+            positions,
+            theta=self.theta,
+            fraction=self.fraction,
+            interleaved=self.interleaved,
+            scaling=self.scaling,
+        )
+        return out.reshape(x.shape)
 
 
 def _one_batch_axis(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:

@@ -172,7 +172,7 @@ class Attention(nnx.Module, Pinned):
         with at_path(self.kernel_path):
             heads = attend(
                 query, key, value, causal=self.causal, q_segment_ids=segment_ids, kv_segment_ids=segment_ids,
-                dropout_rate=self.dropout_rate if dropping else 0.0, dropout_rng=self.dropout() if dropping else None,
+                dropout_rate=self.dropout_rate if dropping else 0.0, dropout_rng=self.dropout() if dropping else None,  # pyright: ignore[reportOptionalCall]
                 **options,
             )  # fmt: skip
         return self.out(heads)

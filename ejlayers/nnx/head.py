@@ -62,12 +62,12 @@ class LMHead(nnx.Module, Pinned):
     ):
         if embedding is not None and (sizes := embedding.embedding.shape) != (vocab_size, features):
             raise ValueError(f"embedding has sizes {sizes}; expected (vocab_size, features), {(vocab_size, features)}")
-        if rngs is None and embedding is None:
-            raise ValueError("rngs is missing; pass nnx.Rngs(seed) for the weight, or an embedding to share")
         self.embedding = embedding
-        self.kernel = None if embedding is not None else nnx.Param(
-            kernel_init(rngs.params(), (features, vocab_size), param_dtype)
-        )  # fmt: skip
+        self.kernel = None
+        if embedding is None:
+            if rngs is None:
+                raise ValueError("rngs is missing; pass nnx.Rngs(seed) for the weight, or an embedding to share")
+            self.kernel = nnx.Param(kernel_init(rngs.params(), (features, vocab_size), param_dtype))
         self.bias = nnx.Param(jnp.zeros(vocab_size, param_dtype)) if use_bias else None
         self.logits_soft_cap, self.dtype, self.precision = logits_soft_cap, dtype, precision
         self.pin(config=config, backend=backend)
@@ -92,7 +92,7 @@ class LMHead(nnx.Module, Pinned):
                 precision=self.precision, config=self.config, backend=self.backend, **options,
             )  # fmt: skip
 
-    def _operands(self, hidden: Any) -> tuple[Any, Any, Any, str]:
+    def _operands(self: Any, hidden: Any) -> tuple[Any, Any, Any, str]:
         tied = self.embedding is not None
         weight = self.embedding.embedding if tied else self.kernel
         bias = None if self.bias is None else self.bias[...]

@@ -13,6 +13,8 @@ from ..functional import at_path
 from .linear import Linear
 from .pinned import Pinned
 
+_promoted: Any = dtypes.promote_dtype
+
 
 class GatedMLP(nnx.Module, Pinned):
     """`down(activation(gate(x)) * up(x))`, the MLP of Llama and its kin: both products and the gate are one kernel.
@@ -77,7 +79,7 @@ class GatedMLP(nnx.Module, Pinned):
         """From `(..., in_features)` to `(..., out_features)`."""
         parameters = (self.gate.kernel, self.up.kernel, self.gate.bias, self.up.bias)
         operands = (x, *(None if p is None else p[...] for p in parameters))
-        x, gate, up, gate_bias, up_bias = dtypes.promote_dtype(operands, dtype=self.dtype)
+        x, gate, up, gate_bias, up_bias = _promoted(operands, dtype=self.dtype)
         with at_path(self.kernel_path):
             hidden = gated_linear(
                 x, gate, up, gate_bias=gate_bias, up_bias=up_bias, activation=self.activation,
