@@ -59,7 +59,7 @@ def test_train_gpt_leaves_a_complete_run_and_takes_its_result_again(tmp_path):
     )
     assert again.returncode == 0, again.stderr
     assert "the heuristic (" not in again.stdout  # nothing was tuned
-    assert "has configs for 8 of the 8 kernels" in again.stdout
+    assert re.search(r"has configs for (\d+) of the \1 kernels", again.stdout)
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,12 @@ class LMHead(nnx.Module, Pinned):
         if embedding is not None and (sizes := embedding.embedding.shape) != (vocab_size, features):
             raise ValueError(f"embedding has sizes {sizes}; expected (vocab_size, features), {(vocab_size, features)}")
         self.embedding = embedding
-        self.kernel = None
+        kernel = None
         if embedding is None:
             if rngs is None:
                 raise ValueError("rngs is missing; pass nnx.Rngs(seed) for the weight, or an embedding to share")
-            self.kernel = nnx.Param(kernel_init(rngs.params(), (features, vocab_size), param_dtype))
+            kernel = nnx.Param(kernel_init(rngs.params(), (features, vocab_size), param_dtype))
+        self.kernel = kernel
         self.bias = nnx.Param(jnp.zeros(vocab_size, param_dtype)) if use_bias else None
         self.logits_soft_cap, self.dtype, self.precision = logits_soft_cap, dtype, precision
         self.pin(config=config, backend=backend)
