@@ -63,6 +63,12 @@ def _switch(name: str, default: str) -> bool:
     return given == "1"
 
 
+def xla_is_deterministic() -> bool:
+    """Whether `XLA_FLAGS` asks for GPU kernels that give the same bits in each run."""
+    asked = r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(=true|=1)?(\s|$)"
+    return re.search(asked, os.environ.get("XLA_FLAGS", "")) is not None
+
+
 def label_prefix(prefix: str | None = None) -> str:
     """The prefix of labels: the argument, else `EJKERNEL_OPS_PREFIX`, else `ejkernel_ops#`.
 

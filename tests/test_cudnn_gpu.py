@@ -15,7 +15,7 @@ from ejkernel_ops.kernels.attention import cudnn
 from .reference import assert_as_good_as_plain, attention
 
 pytestmark = pytest.mark.gpu
-FIXED_ORDER = bool(cudnn._FIXED_ORDER)  # with XLA_FLAGS=--xla_gpu_deterministic_ops=true all of this holds too
+FIXED_ORDER = cudnn._FIXED_ORDER  # with XLA_FLAGS=--xla_gpu_deterministic_ops=true all of this holds too
 
 SHAPE = {"lengths": (256, 256), "heads": (4, 4), "dim": 64, "dtype": jnp.bfloat16, "mask": None, "kv_lengths": None}
 SOME = np.array([0, 1, 100, 255], np.int32)

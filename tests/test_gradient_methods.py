@@ -241,7 +241,7 @@ def test_variants_of_gradient_methods_follow_the_device():
         def custom_vjp_triton(self, primals, cfg, kwargs, cotangents):
             return cotangents
 
-    with pytest.raises(UnsupportedError, match=r"test_only_there@v1 has no custom_vjp for cpu; define custom_vjp"):
+    with pytest.raises(UnsupportedError, match=r"test_only_there@v1 has no custom_vjp for xla; define custom_vjp"):
         jax.grad(OnlyThere("test_only_there"))(1.0)
 
 

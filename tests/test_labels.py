@@ -89,6 +89,11 @@ def test_labels_are_found_in_every_form_of_a_program():
     assert set(find_labels_in_lowered(lowered.compile())) == set(labels)
 
 
+def test_a_jitted_function_is_to_be_lowered_first():
+    with pytest.raises(LabelError, match=r"jitted function; lower it first.*function\.lower\(\*args\)"):
+        find_labels_in_lowered(jax.jit(lambda x: x))
+
+
 def test_what_is_no_program_is_refused():
     with pytest.raises(LabelError, match="program is a int; expected a Lowered"):
         find_labels_in_lowered(3)

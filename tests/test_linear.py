@@ -174,6 +174,8 @@ BAD = [  # argument, value, type of the error, what its message must say besides
     ("activation", "gelu_fast", ValueError, ["'gelu_fast'", "gelu_exact", "squared_relu"]),
     ("weight_layout", "in out", ValueError, ["'in out'", "'io'", "'oi'"]),
     ("preferred_element_type", "int32", TypeError, ["int32", "float"]),
+    ("preferred_element_type", "foo", TypeError, ["'foo'", "float"]),
+    ("weight", ones(3, 5, dtype=jnp.float8_e4m3fn), TypeError, ["float8_e4m3fn", "cast it to bfloat16"]),
     ("precision", 3, ValueError, ["3", "highest"]),
     ("config", {"blocksize_m": 4}, ConfigError, ["blocksize_m", "LinearConfig"]),
     ("config", LinearConfig(backend="xla", fwd=FwdParams(num_warps=4)), ConfigError, ["num_warps=4", "blocksize_m"]),

@@ -209,6 +209,50 @@ def test_no_rows_give_no_loss():
     assert not np.any(got["weight"])
 
 
+BYTES = np.array([155, 156, 157, 65])
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 156, 300, -1, 2**31, -(2**40)])
+@pytest.mark.parametrize("kind", ["uint8", "int16", "uint16", "int32", "uint32"])
+def test_labels_of_every_type_are_those_numbers(kind, ignore_index):
+    hidden, weight = np.random.default_rng(0).normal(size=(4, 8)), np.random.default_rng(1).normal(size=(8, 256))
+    logits = hidden @ weight
+    want = np.log(np.exp(logits).sum(-1)) - logits[np.arange(4), BYTES]
+    fn = functools.partial(linear_cross_entropy, reduction="none", ignore_index=ignore_index)
+    for run in (fn, jax.jit(fn)):
+        got = run(jnp.float32(hidden), jnp.float32(weight), jnp.asarray(BYTES, kind))
+        np.testing.assert_allclose(got, np.where(ignore_index == BYTES, 0, want), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("label", "kind", "ignore_index"), [
+    (2**32 - 100, "uint32", -100), (-56, "int8", 200), (-100, "int8", 156), (65436, "uint16", -100),
+])  # fmt: skip
+def test_numbers_of_the_same_bits_as_the_ignored_one_are_out_of_range(label, kind, ignore_index):
+    hidden, weight, labels = jnp.ones((2, 4)), jnp.ones((4, 9)), np.array([label, 1], kind)
+    fn = functools.partial(linear_cross_entropy, reduction="none", ignore_index=ignore_index)
+    assert np.isnan(jax.jit(fn)(hidden, weight, labels)).tolist() == [True, False]
+    with pytest.raises(ValueError, match=f"labels has 1 values out of range, such as {label}"):
+        fn(hidden, weight, labels)
+
+
+def test_what_a_config_leaves_open_fits_to_what_it_says():
+    arrays, labels, _ = inputs(vocab=37)
+    want = run(arrays, labels, np.float32(1), ())
+    for config in (LinearCrossEntropyConfig(fwd=FwdParams(blocksize_n=8)),
+                   LinearCrossEntropyConfig(fwd=FwdParams(blocksize_m=2))):  # fmt: skip
+        got = run(arrays, labels, np.float32(1), (("config", config),))
+        for name, x in want.items():
+            np.testing.assert_allclose(got[name], x, rtol=1e-4, atol=1e-6)
+
+
+def test_numbers_may_be_scalars_of_jax():
+    arrays, labels, _ = inputs()
+    both = [{"z_loss": 0.5, "logits_soft_cap": 2.0, "label_smoothing": 0.25}]
+    both.append({name: jnp.float32(x) for name, x in both[0].items()})
+    first, second = (linear_cross_entropy(labels=labels, **arrays, **options) for options in both)
+    assert first == second
+
+
 # Programs
 
 

@@ -111,7 +111,7 @@ def test_unnamed_runs_get_folders_of_their_own(monkeypatch, tmp_path):
 
 
 def test_docs_code_runs(tmp_path):
-    for page in ("own_kernel.md", "forms.md"):
+    for page in ("own_kernel.md", "forms.md", "ops.md"):
         code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL))
         done = python("-c", code, cwd=tmp_path)
         assert done.returncode == 0, done.stderr

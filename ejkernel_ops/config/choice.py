@@ -45,6 +45,7 @@ def combine(inv: Any, tiers: Iterable[tuple[str, Any]]) -> Choice:
                 if cfg is None or kernel.fields is not None:
                     raise
                 break  # nothing says that a field of this kernel's configs may not stay open
+            given = _fitting(kernel, inv, cfg, given)
         if given is None:
             continue
         if filled := (reason := _why_passed_over(kernel, inv, tier, cfg, given)) is None:
@@ -64,6 +65,18 @@ def combine(inv: Any, tiers: Iterable[tuple[str, Any]]) -> Choice:
     if "call" in sources.values() and kernel.has_rule and (reason := kernel.illegal(inv, cfg)) is not None:
         raise ConfigError(f"config of {kernel.op_id} is {cfg}, which is illegal for {inv!r}: {reason}")
     return Choice(cfg, tuple(sorted(sources.items())), tuple(notes))
+
+
+def _fitting(kernel: Any, inv: Any, cfg: Any, heuristic: Any) -> Any:
+    """The heuristic, or where it is illegal with what is fixed the first candidate that is not."""
+    if cfg is None or not kernel.has_rule:
+        return heuristic
+
+    def fits(given: Any) -> bool:
+        passed = _why_passed_over(kernel, inv, "heuristic", cfg, given) is None
+        return passed and kernel.illegal(inv, merge(cfg, given)) is None
+
+    return heuristic if fits(heuristic) else next(filter(fits, kernel.all_candidates(inv)), heuristic)
 
 
 def _why_passed_over(kernel: Any, inv: Any, tier: str, cfg: Any, given: Any) -> str | None:

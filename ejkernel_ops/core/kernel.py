@@ -28,7 +28,7 @@ _PLATFORMS = ("gpu", "tpu", "cpu")
 _SUFFIXES = tuple(f"_{s}" for s in (*BACKENDS, *_PLATFORMS))
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _VERSION = re.compile(r"[A-Za-z0-9_.-]{1,32}")
-_AUTOMATIC = {"gpu": ("gpu", "triton", "cudnn"), "tpu": ("tpu", "pallas"), "cpu": ("cpu", "xla")}
+_AUTOMATIC = {"gpu": ("triton", "cudnn"), "tpu": ("pallas",), "cpu": ("xla",)}
 _WHERE = {"triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu", "gpu"), "xla": _PLATFORMS}
 
 KERNELS: dict[str, Kernel] = {}  # op_id_v -> kernel: what results and cache entries may name
@@ -40,8 +40,9 @@ class Kernel(Generic[Cfg, Out]):
     A subclass defines `run` or variants of it (`run_triton, run_pallas, run_cudnn, run_xla`, or by
     platform `run_gpu, run_tpu, run_cpu`), and `heuristic_cfg`. The same suffixes work for `heuristic_cfg`,
     `candidate_cfgs` and the methods of a gradient, and for no other. Where the config has a field `backend`,
-    that field picks the variant; otherwise the device does: the platform's own, else that of the first back end which
-    `unsupported` lets through, in the order above. Candidates are those of every back end that the device can have.
+    that field picks the variant; otherwise the device does: the first back end which `unsupported` lets through, in the
+    order above, else the platform's own, which comes first for `heuristic_cfg`. Candidates are those of every back end
+    that the device can have.
 
     Its gradient is one of: a `backward` kernel; the methods `fwd_with_residuals(*args, cfg, **kwargs) -> (out,
     residuals)` and `vjp(residuals, out, cotangent, *args, cfg, **kwargs)`; the method `custom_vjp(primals, cfg,
@@ -223,7 +224,10 @@ class Kernel(Generic[Cfg, Out]):
     def variant(self, name: str, backend: str | None, platform: str | None, inv: Invocation | None = None) -> Any:
         """The method `name_<suffix>` for a back end, or else for the platform of a call, or else `name` itself."""
         plain = getattr(self, name, None)
-        suffixes = [backend] if backend else list(_AUTOMATIC[platform_kind(platform)])
+        kind = platform_kind(platform)
+        suffixes = [backend] if backend else [*_AUTOMATIC[kind], kind]
+        if name == "heuristic_cfg":  # a platform's own chooses among the back ends
+            suffixes.sort(key=lambda suffix: suffix != kind)
         if backend is None and getattr(type(self), name, None) is getattr(Kernel, name, None):
             suffixes.append("xla")  # every platform compiles it
         for suffix in suffixes:

@@ -72,12 +72,15 @@ def as_array(name: str, x: Any) -> jax.Array:
     """An argument as an array, in the types that JAX has.
 
     Raises:
-        TypeError: not an array, nor what makes one.
+        TypeError: not an array, nor what makes one; an array of floats of 8 bits or fewer.
     """
     try:
-        return jnp.asarray(x)
+        array = jnp.asarray(x)
     except (TypeError, ValueError):
         raise TypeError(f"{name} is a {type(x).__name__}; expected an array") from None
+    if jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 2:
+        raise TypeError(f"{name} is {array.dtype}, which no kernel takes; cast it to bfloat16, and scale it")
+    return array
 
 
 def static_number(name: str, x: Any) -> float:

@@ -94,6 +94,8 @@ def program_text(program: Any) -> str:
     if hasattr(program, "mlir_module"):
         return program.mlir_module()
     if hasattr(program, "lower") and not hasattr(program, "compile"):
+        if hasattr(program, "trace"):
+            raise LabelError("program is a jitted function; lower it first, for its arguments: function.lower(*args)")
         program = program.lower()
     if hasattr(program, "as_text"):
         return program.as_text()

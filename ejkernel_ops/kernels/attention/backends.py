@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ...core.invocation import Invocation
 from ...triton_call import unavailable
+from ...utils.fingerprint import platform_kind
 from . import cudnn, tiles
 from .triton_spec import dot_precision
 from .xla import Statics
@@ -76,10 +77,12 @@ def _without_room(inv: Invocation) -> str | None:
 
 
 def preferred(inv: Invocation) -> str:
-    """The back end that a call gets on a GPU without tuning: the fastest one on Hopper, of those that can do it.
+    """The back end that a call gets without tuning: the fastest one as measured on Hopper, of those that can do it.
 
-    A faster one that only has to be installed is missed with a warning, once.
+    On a GPU a faster one that only has to be installed is missed with a warning, once.
     """
+    if platform_kind(inv.platform) != "gpu":
+        return "xla"
     for backend in _order(inv):
         if (reason := unsupported(inv, backend)) is None:
             return backend

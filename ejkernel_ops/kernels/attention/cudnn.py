@@ -14,7 +14,6 @@ import functools
 import importlib
 import inspect
 import operator
-import os
 import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -23,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...environment import xla_is_deterministic
 from .arrange import unseen_by_mask
 from .xla import Statics
 
@@ -36,9 +36,7 @@ _NEG_INF = -float("inf")
 _CUDNN = 91100
 _NO_GPU = "cuDNN needs an NVIDIA GPU"
 # Where XLA takes deterministic kernels alone, cuDNN's gradients are of that kind too. XLA reads its flags once.
-_FIXED_ORDER = re.search(
-    r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(=true|=1)?(\s|$)", os.environ.get("XLA_FLAGS", "")
-)
+_FIXED_ORDER = xla_is_deterministic()
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _ARRAYS = (
     "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v"

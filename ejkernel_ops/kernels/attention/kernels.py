@@ -51,9 +51,11 @@ class AttentionBackward(Kernel):
         """What a back end cannot honour."""
         return unsupported(inv, backend)
 
-    def heuristic_cfg_gpu(self, inv: Invocation) -> AttentionConfig:
+    def heuristic_cfg(self, inv: Invocation) -> AttentionConfig:
         """The fastest back end that can do the call, with its own heuristic."""
         return self.variant("heuristic_cfg", preferred(inv), inv.platform)(inv)
+
+    heuristic_cfg_gpu = heuristic_cfg  # before those of the back ends
 
     def heuristic_cfg_xla(self, inv: Invocation) -> AttentionConfig:
         """Square blocks of scores that fit the caches."""
@@ -187,9 +189,11 @@ class AttentionForward(Kernel):
         """What a back end cannot honour."""
         return unsupported(inv, backend)
 
-    def heuristic_cfg_gpu(self, inv: Invocation) -> AttentionConfig:
+    def heuristic_cfg(self, inv: Invocation) -> AttentionConfig:
         """The fastest back end that can do the call, with its own heuristic."""
         return self.variant("heuristic_cfg", preferred(inv), inv.platform)(inv)
+
+    heuristic_cfg_gpu = heuristic_cfg  # before those of the back ends
 
     def heuristic_cfg_xla(self, inv: Invocation) -> AttentionConfig:
         """Square blocks of scores that fit the caches."""

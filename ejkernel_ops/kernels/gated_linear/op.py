@@ -114,7 +114,7 @@ def _biases(arrays: dict[str, Any], features: int) -> tuple[Any, Any]:
     gate, up = arrays["gate_bias"], arrays["up_bias"]
     if arrays["up_weight"] is None and up is None and gate is not None and gate.shape == (2 * features,):
         return gate[:features], gate[features:]
-    both = f", or for both in one ({2 * features},)" if arrays["up_weight"] is None and up is None else ""
+    both = f", or without up_bias, for both in one, ({2 * features},)" if arrays["up_weight"] is None else ""
     for name, bias, more in (("gate_bias", gate, both), ("up_bias", up, "")):
         if bias is not None and bias.shape != (features,):
             raise ValueError(f"{name} has shape {bias.shape}; expected ({features},){more}")

@@ -87,7 +87,10 @@ def linear(
 
 
 def _result_type(preferred: Any, default: Any) -> Any:
-    dtype = jax.dtypes.canonicalize_dtype(default if preferred is None else preferred)
+    try:
+        dtype = jax.dtypes.canonicalize_dtype(default if preferred is None else preferred)
+    except TypeError:
+        raise TypeError(f"preferred_element_type is {preferred!r}; expected a float type, or its name") from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"preferred_element_type is {dtype}; expected a float type")
     return dtype

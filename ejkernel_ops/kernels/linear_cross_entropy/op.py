@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from ...errors import UnsupportedError
 from ...execution.executor import default_executor
-from ..config import as_array, canonical_precision, explicit_config
+from ..config import as_array, canonical_precision, explicit_config, static_number
 from ..rows import accumulated, flat_rows
 from .kernels import LINEAR_CROSS_ENTROPY, LinearCrossEntropyConfig
 from .loss import IGNORED, Loss
@@ -62,7 +62,8 @@ def linear_cross_entropy(
         weight_layout: `"io"` or `"oi"`; neither copies the weight.
         vocab_axis: a mesh axis over which the vocabulary is split; not supported yet.
         precision: of the products, as in `jax.lax.Precision`; default JAX's.
-        config: back end and chunks; what it leaves open is chosen.
+        config: back end and chunks; what it leaves open is chosen. `recompute=False` makes gradients in the forward: it
+            takes chunks of the whole vocabulary, and a reduction.
         backend: `"xla"`, the only one so far, or `None` for the best one.
         cfg: another spelling of `config`.
 
@@ -118,15 +119,26 @@ def _canonical(
     labels: jax.Array, token_weights: Any, vocab: int, ignore_index: int, reduction: str, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Labels of which those out of range are `vocab`, and by what each loss is multiplied."""
-    ignored = labels == ignore_index
-    valid = (labels >= 0) & (labels < vocab)
-    canonical = jnp.where(ignored, IGNORED, jnp.where(valid, labels, vocab)).astype(jnp.int32)
+    ignored = _holds(labels, ignore_index) & (labels == labels.dtype.type(_within(labels, ignore_index)))
+    valid = (labels >= 0) & (labels <= labels.dtype.type(_within(labels, vocab - 1)))
+    canonical = jnp.where(ignored, IGNORED, jnp.where(valid, labels.astype(jnp.int32), vocab))
     weights = jnp.ones(labels.shape, dtype) if token_weights is None else token_weights.reshape(-1).astype(dtype)
     weights = jnp.where(ignored, 0.0, weights)
     if reduction != "mean":
         return canonical, weights
     total = weights.sum()
     return canonical, weights / jnp.where(total == 0, 1.0, total)
+
+
+def _within(labels: jax.Array, number: int) -> int:
+    """The number, or the nearest one that the type of labels holds: bytes have no -100, and none is 256."""
+    limits = jnp.iinfo(labels.dtype)
+    return min(max(int(number), int(limits.min)), int(limits.max))
+
+
+def _holds(labels: jax.Array, number: int) -> bool:
+    """Whether a number is one that the type of labels holds."""
+    return _within(labels, number) == number
 
 
 def _check_types(**arrays: Any) -> None:
@@ -165,7 +177,8 @@ def _check_labels(labels: Any, vocab: int, ignore_index: Any) -> None:
     if isinstance(labels, Tracer) or not labels.size:
         return
     values = np.asarray(labels)
-    wrong = values[((values < 0) | (values >= vocab)) & (values != ignore_index)]
+    counted = values if not _holds(labels, ignore_index) else values[values != values.dtype.type(ignore_index)]
+    wrong = counted[(counted < 0) | (counted > _within(labels, vocab - 1))]
     if wrong.size:
         raise ValueError(
             f"labels has {wrong.size} values out of range, such as {wrong[0]}; expected 0 to {vocab - 1}, or "
@@ -176,8 +189,7 @@ def _check_labels(labels: Any, vocab: int, ignore_index: Any) -> None:
 def _in_range(name: str, value: Any, least: float, most: float, text: str, least_allowed: bool = True) -> float | None:
     if value is None:
         return None
-    if isinstance(value, (bool, str)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name} is {value!r}; expected a number {text}, known outside of jit")
+    value = static_number(name, value)
     if not (least <= value <= most) or math.isinf(value) or (value == least and not least_allowed):
-        raise ValueError(f"{name} is {value!r}; expected a number {text}")
-    return float(value)
+        raise ValueError(f"{name} is {value}; expected a finite number {text}")
+    return value

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ...execution.executor import default_executor
@@ -75,6 +76,8 @@ def rotary_embedding(
     theta = static_number("theta", theta)
     if not 1 < theta < math.inf:
         raise ValueError(f"theta is {theta}; expected a finite number above 1")
+    if not isinstance(interleaved, (bool, np.bool_)):
+        raise TypeError(f"interleaved is {interleaved!r}; expected True (pairs are neighbours) or False (halves)")
     features = _turned_features(static_number("fraction", fraction), x.shape[-1])
     _check_scaling(scaling, features)
     canonical_precision(precision)
@@ -91,6 +94,8 @@ def _turned_features(fraction: float, head_dim: int) -> int:
         raise ValueError(f"fraction is {fraction}; expected a part of the features, above 0 and at most 1")
     features = round(fraction * head_dim)
     if features < 2 or features % 2 or not math.isclose(features, fraction * head_dim):
+        if fraction == 1:
+            raise ValueError(f"x has a head_dim of {head_dim}; expected an even one, or a fraction of it that is even")
         raise ValueError(
             f"fraction is {fraction}, which makes {fraction * head_dim:g} of {head_dim} features; expected an even "
             "number: they turn in pairs"
