@@ -130,13 +130,13 @@ def _canonical(
     return canonical, weights / jnp.where(total == 0, 1.0, total)
 
 
-def _within(labels: jax.Array, number: int) -> int:
+def _within(labels: jax.Array, number: Any) -> int:
     """The number, or the nearest one that the type of labels holds: bytes have no -100, and none is 256."""
     limits = jnp.iinfo(labels.dtype)
     return min(max(int(number), int(limits.min)), int(limits.max))
 
 
-def _holds(labels: jax.Array, number: int) -> bool:
+def _holds(labels: jax.Array, number: Any) -> bool:
     """Whether a number is one that the type of labels holds."""
     return _within(labels, number) == number
 
