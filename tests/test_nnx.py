@@ -173,6 +173,26 @@ def test_a_mask_of_a_norm_is_honoured():
         np.testing.assert_array_equal(a(X, mask=mask), b(X, mask=mask))
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_stock_layer_swaps_in_place_and_back(name):
+    stock, ours, args, kwargs = LAYERS[name]
+    layer = stock(*args, **kwargs, rngs=nnx.Rngs(3))
+    before = layer(X)
+    assert ejlayers.swap(layer) is layer
+    assert type(layer) is (stock if name in PLAIN else ours)
+    assert ejlayers.report(layer).rows[0].replaced == (name not in PLAIN)
+    np.testing.assert_allclose(layer(X), before, atol=1e-5)
+    ejlayers.report(layer).revert()
+    assert type(layer) is stock
+    np.testing.assert_array_equal(layer(X), before)
+
+
+def test_an_embedding_swaps_in_place_and_back():
+    layer = nnx.Embed(5, 3, rngs=nnx.Rngs(0))
+    assert type(ejlayers.swap(layer)) is ejlayers.nnx.Embed
+    assert type(ejlayers.report(layer).revert()) is nnx.Embed
+
+
 def test_state_of_one_restores_into_the_other():
     a, b = nnx.Linear(WIDTH, 8, rngs=nnx.Rngs(0)), ejlayers.nnx.Linear(WIDTH, 8, rngs=nnx.Rngs(1))
     nnx.update(b, nnx.state(a))
