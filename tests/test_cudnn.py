@@ -119,6 +119,7 @@ def test_gradients_of_equal_bits_are_not_promised(monkeypatch):
     assert "deterministic=False" in (reason or "")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("flags", "eligible"), [
     ("--xla_gpu_deterministic_ops=true", True),
     ("--xla_gpu_deterministic_ops", True),

@@ -212,8 +212,10 @@ def test_no_rows_give_no_loss():
 BYTES = np.array([155, 156, 157, 65])
 
 
-@pytest.mark.parametrize("ignore_index", [-100, 156, 300, -1, 2**31, -(2**40)])
-@pytest.mark.parametrize("kind", ["uint8", "int16", "uint16", "int32", "uint32"])
+@pytest.mark.parametrize(("kind", "ignore_index"), [
+    ("uint8", -100), ("uint8", 156), ("uint8", 300), ("int16", -100), ("uint16", 157), ("int32", 2**31),
+    ("uint32", -(2**40)), ("uint32", 156),
+])  # fmt: skip
 def test_labels_of_every_type_are_those_numbers(kind, ignore_index):
     hidden, weight = np.random.default_rng(0).normal(size=(4, 8)), np.random.default_rng(1).normal(size=(8, 256))
     logits = hidden @ weight

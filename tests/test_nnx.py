@@ -265,7 +265,7 @@ def test_decoding_equals_the_stock_layer():
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("sizes", [(9,), (4, 1, 1, 3), (1,) * 9, (5, 4)])
+@pytest.mark.parametrize("sizes", [(9,), (4, 1, 1, 3)])
 @pytest.mark.parametrize("kwargs", [{}, {"num_kv_heads": 2, "normalize_qk": True}, {"dtype": jnp.bfloat16}])
 def test_tokens_one_or_several_at_a_time_give_what_all_at_once_give(sizes, kwargs):
     layer = ejlayers.nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(3), **kwargs)
