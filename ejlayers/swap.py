@@ -95,7 +95,7 @@ def swap(model: M, *, rules: Rules | None = None, config: Any = None) -> M:
         The model.
 
     Raises:
-        ConfigError: a model of no known framework, a rule that matches nothing, a config of another kind.
+        ConfigError: a model of no known framework, a rule that matches nothing, a config that no layer takes.
 
     Example:
         >>> from flax import nnx
@@ -105,12 +105,13 @@ def swap(model: M, *, rules: Rules | None = None, config: Any = None) -> M:
         (True, True)
     """
     adapter, book, defaults = adapter_of(model), RuleBook(rules), _defaults(config)
-    changes, stock, reasons, paths = [], [], {}, []
+    changes, stock, reasons, paths, taken = [], [], {}, [], set()
     for path, module in list(adapter.modules(model)):
         ours = adapter.REPLACEMENTS.get(type(module), type(module) if type(module) in adapter.OURS else None)
         if ours is None:
             continue
         paths.append(path)
+        taken.add(ours.config_type)
         value = book.find(path, (type(module), ours))
         if value is False:
             reasons[path] = "a rule says so"
@@ -124,6 +125,8 @@ def swap(model: M, *, rules: Rules | None = None, config: Any = None) -> M:
         )
         changes.append((module, pinned))
     book.refuse_unused(paths)
+    for kind in defaults.keys() - taken:
+        raise ConfigError(f"config has a {kind.__name__}, which no layer takes that can be replaced; leave it out")
     for module in stock:  # only after all rules are known to be good
         if type(module) in adapter.OURS:
             adapter.to_stock(module)

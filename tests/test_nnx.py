@@ -427,6 +427,13 @@ def test_rules_choose_by_path_and_type_and_the_first_wins():
         ejlayers.swap(model(), rules={"**": 3})
 
 
+def test_a_config_that_no_layer_takes_is_refused():
+    m = nnx.Linear(WIDTH, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(ek.ConfigError, match="config has a NormConfig, which no layer takes"):
+        ejlayers.swap(m, config=[ek.NormConfig(), ek.LinearConfig(backend="xla")])
+    assert type(m) is nnx.Linear
+
+
 def test_abstract_stacked_and_vmapped_models_swap():
     abstract = ejlayers.swap(nnx.eval_shape(lambda: model()))
     assert type(abstract.head) is ejlayers.nnx.Linear

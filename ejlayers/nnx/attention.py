@@ -10,8 +10,8 @@ from flax.nnx.nn import dtypes
 
 from ejkernel_ops import AttentionConfig
 
-from ..cache import attend_cached
 from ..functional import Rotary, at_path, attend
+from .decoding import decoded
 from .linear import LinearGeneral
 from .norm import RMSNorm
 from .pinned import Pinned
@@ -167,7 +167,7 @@ class Attention(nnx.Module, Pinned):
         dropping = self.dropout is not None and not deterministic
         if decode:
             self._refuse_decoding(segment_ids, dropping)
-            return self.out(self._decoded(query, key, value, options))
+            return self.out(decoded(self, query, key, value, dtype=self.dtype or query.dtype, **options))
         query, key, value = dtypes.promote_dtype((query, key, value), dtype=self.dtype)
         with at_path(self.kernel_path):
             heads = attend(
@@ -204,13 +204,3 @@ class Attention(nnx.Module, Pinned):
             raise ValueError("segment_ids are given with decode=True; decode each document with a cache of its own")
         if dropping:
             raise ValueError("dropout is on with decode=True; pass deterministic=True")
-
-    def _decoded(self: Any, query: Any, key: Any, value: Any, options: dict[str, Any]) -> Any:
-        cache = (self.cached_key, self.cached_value, self.cache_index)
-        with at_path(self.kernel_path):
-            heads, *after = attend_cached(
-                query, key, value, *(x[...] for x in cache), dtype=self.dtype or query.dtype, **options
-            )
-        for variable, x in zip(cache, after):
-            variable[...] = x
-        return heads

@@ -28,7 +28,7 @@ class LMHead(nnx.Module, Pinned):
         precision: as in `jax.lax.Precision`.
         kernel_init: initializer of the weight `(features, vocab_size)`; default that of `nnx.Linear`.
         config: back end and chunk sizes of the loss.
-        backend: back end, or `None` for the best one.
+        backend: back end of the loss, or `None` for the best one; logits have their own.
         rngs: for the parameters; not needed with `embedding` and without a bias.
 
     Raises:

@@ -13,13 +13,14 @@ from ..functional import at_path
 from .linear import Linear
 from .pinned import Pinned
 
-_promoted: Any = dtypes.promote_dtype
+_promoted: Any = dtypes.promote_dtype  # whose type says that each result may be None
 
 
 class GatedMLP(nnx.Module, Pinned):
     """`down(activation(gate(x)) * up(x))`, the MLP of Llama and its kin: both products and the gate are one kernel.
 
-    Parameters are those of three `Linear` layers, `gate`, `up` and `down`.
+    Parameters are those of three `Linear` layers, `gate`, `up` and `down`. The first two are there for their parameters
+    alone: what they pin has no effect, what this layer pins has.
 
     Args:
         in_features: features of inputs and, by default, of outputs.

@@ -12,8 +12,8 @@ from flax.nnx.nn import dtypes
 from ejkernel_ops import AttentionConfig, ConfigError
 from ejkernel_ops.kernels.config import explicit_config
 
-from ..cache import attend_cached
 from ..functional import at_path, attend
+from .decoding import decoded
 
 _log = logging.getLogger(__name__)
 
@@ -150,18 +150,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         query, key, value = (layer(x, out_sharding=qkv_sharding) for layer, x in projections)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
-        return self.out(self._decoded(query, key, value, mask), out_sharding=out_sharding)
-
-    def _decoded(self: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
-        cache = (self.cached_key, self.cached_value, self.cache_index)
-        with at_path(self.kernel_path):
-            out, *after = attend_cached(
-                query, key, value, *(x[...] for x in cache), dtype=self.dtype, mask=mask, precision=self.precision,
-                config=self.config, backend=self.backend,
-            )  # fmt: skip
-        for variable, x in zip(cache, after):
-            variable[...] = x
-        return out
+        heads = decoded(
+            self, query, key, value, dtype=self.dtype, mask=mask, precision=self.precision, config=self.config,
+            backend=self.backend,
+        )  # fmt: skip
+        return self.out(heads, out_sharding=out_sharding)
 
     def init_cache(self, input_shape: Any, dtype: Any = None) -> None:
         """Makes an empty cache for inputs `(..., length, in_features)`, in the layer's type or a given one."""
