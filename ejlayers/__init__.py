@@ -21,25 +21,24 @@ from ejkernel_ops import RotaryScaling as RotaryScaling
 from .check import check as check
 from .explain import ExplainReport as ExplainReport
 from .explain import explain as explain
+from .frameworks import FRAMEWORKS
 from .functional import Rotary as Rotary
-from .rules import set_config as set_config
-from .swap import SwapReport as SwapReport
-from .swap import report as report
+from .report import SwapReport as SwapReport
+from .report import report as report
+from .set_config import set_config as set_config
 from .swap import swap as swap
 from .tune import tune as tune
 
 if TYPE_CHECKING:
     from . import nnx as nnx
 
-_FRAMEWORKS = ("nnx",)
-
 
 def __getattr__(name: str) -> Any:
-    if name in _FRAMEWORKS:
+    if name in FRAMEWORKS:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module 'ejlayers' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    hidden = {"annotations", "importlib", "Any", "TYPE_CHECKING"}
-    return sorted({*globals(), *_FRAMEWORKS} - hidden)
+    hidden = {"annotations", "importlib", "Any", "TYPE_CHECKING", "FRAMEWORKS"}
+    return sorted({*globals(), *FRAMEWORKS} - hidden)

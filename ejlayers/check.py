@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .frameworks import adapter_of
-from .swap import report
+from .report import report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def check(model: Any, *inputs: Any, **kwargs: Any) -> CheckReport:
     else:
         original = report(model).original()
     adapter = adapter_of(model)
-    outs, grads = zip(*(adapter.value_and_grads(m, inputs, kwargs, _combination) for m in (original, model)))
+    outs, grads = zip(*(adapter.value_and_grads(m, inputs, kwargs) for m in (original, model)))
     output, gradient = _difference(*outs), _difference(*grads)
     return CheckReport(*output, *gradient)
 
@@ -80,6 +80,25 @@ def _combination(out: Any) -> Any:
     keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
     parts = [jnp.vdot(jax.random.normal(key, x.shape), x.astype(jnp.float32)) for key, x in zip(keys, leaves)]
     return sum(parts, jnp.zeros(()))
+
+
+def value_and_grads(call: Any, params: Any, inputs: tuple, kwargs: dict) -> tuple[Any, Any]:
+    """Outputs of `call(params, inputs, kwargs)`, and gradients of a combination of them by parameters and inputs."""
+    leaves, treedef = jax.tree.flatten((inputs, kwargs))
+    arrays = (jax.Array, np.ndarray)
+    floats = [i for i, x in enumerate(leaves) if isinstance(x, arrays) and jnp.issubdtype(x.dtype, jnp.floating)]
+
+    @jax.jit
+    def run(params, given):
+        def loss(params, given):
+            filled = [given[floats.index(i)] if i in floats else x for i, x in enumerate(leaves)]
+            out = call(params, *jax.tree.unflatten(treedef, filled))
+            return _combination(out), out
+
+        (_, out), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, given)
+        return out, grads
+
+    return run(params, [leaves[i] for i in floats])
 
 
 def _difference(first: Any, second: Any) -> tuple[float, float]:

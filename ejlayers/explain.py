@@ -14,6 +14,7 @@ from ejkernel_ops.utils.labelled import LABEL_ONLY
 from ejkernel_ops.utils.meta import call_sites, split_label
 
 from .frameworks import adapters
+from .functional import at_path
 from .steps import lower
 
 
@@ -103,9 +104,12 @@ def explain(step: Any, *args: Any, **kwargs: Any) -> ExplainReport:
         >>> [row.op for row in explain(nnx.jit(lambda model, x: model(x)), model, nnx.Rngs(0).normal((2, 3))).rows]
         ['linear@v1']
     """
-    args, kwargs = with_paths((args, kwargs))
+    for adapter in adapters():
+        args, kwargs = adapter.with_paths((args, kwargs))
     rows: dict[tuple, CallRow] = {}
-    for site in call_sites(lower(step, args, kwargs)):
+    with at_path(""):  # asks the layers that know their paths themselves to say them
+        lowered = lower(step, args, kwargs)
+    for site in call_sites(lowered):
         row = _row(site)
         key = (row.path, row.label, row.config, row.source)
         if key in rows:
@@ -113,18 +117,6 @@ def explain(step: Any, *args: Any, **kwargs: Any) -> ExplainReport:
             row = dataclasses.replace(old, count=old.count + row.count, executions=old.executions + row.executions)
         rows[key] = row
     return ExplainReport(tuple(rows.values()))
-
-
-def with_paths(tree: Any) -> Any:
-    """A copy of a pytree in which each of our modules knows its path; the copy shares all arrays."""
-    for adapter in adapters():
-        tree = adapter.twin(tree)
-        roots = [path for path, node in adapter.modules(tree) if adapter.is_model(node)]
-        root = min(roots, key=len, default="")
-        for path, module in list(adapter.modules(tree)):
-            if isinstance(module, adapter.LAYERS):
-                module.pin(path=path.removeprefix(root).strip(".") or type(module).__name__)
-    return tree
 
 
 def _row(site: Any) -> CallRow:

@@ -4,20 +4,66 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from ejkernel_ops import ConfigError
 
-_ADAPTERS = {"flax.nnx": "ejlayers.nnx.graph"}  # framework module -> our adapter
+from .plan import Plan, Row, RuleBook
+
+_OURS = {"flax.nnx": "ejlayers.nnx.adapter"}  # framework module -> our module whose ADAPTER it is
+FRAMEWORKS = tuple(name.split(".")[1] for name in _OURS.values())
+_MODULES = tuple(f"{name}.Module" for name in _OURS)
 
 
-def adapters() -> list[ModuleType]:
+class Adapter(Protocol):
+    """What is done around models of one framework.
+
+    Attributes:
+        replacements: stock class -> ours.
+    """
+
+    replacements: dict[type, type]
+
+    def is_model(self, tree: Any) -> bool:
+        """Whether an object is a module of the framework."""
+        ...
+
+    def swapped(self, model: Any, plan: Plan) -> Any:
+        """The model with ours for the stock layers that a plan takes; in place where the framework works so."""
+        ...
+
+    def rows(self, model: Any, inputs: tuple, kwargs: dict) -> list[Row]:
+        """What its layers are."""
+        ...
+
+    def original(self, model: Any) -> Any:
+        """A stock model over the same parameters."""
+        ...
+
+    def reverted(self, model: Any) -> Any:
+        """The model with its stock layers back; in place where the framework works so."""
+        ...
+
+    def chosen(self, tree: Any, book: RuleBook) -> Callable[[Any], Any]:
+        """Asks rules for the configs of a pytree's layers; what it returns makes the pytree that pins them."""
+        ...
+
+    def with_paths(self, tree: Any) -> Any:
+        """A copy of a pytree in which each of our modules knows its path; the copy shares all arrays."""
+        ...
+
+    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict) -> tuple[Any, Any]:
+        """Outputs of a model, and gradients of a combination of them with respect to parameters and float inputs."""
+        ...
+
+
+def adapters() -> list[Adapter]:
     """The adapters of the frameworks that are imported in this process."""
-    return [importlib.import_module(ours) for theirs, ours in _ADAPTERS.items() if theirs in sys.modules]
+    return [importlib.import_module(ours).ADAPTER for theirs, ours in _OURS.items() if theirs in sys.modules]
 
 
-def adapter_of(model: Any) -> ModuleType:
+def adapter_of(model: Any) -> Adapter:
     """The adapter of a model's framework.
 
     Raises:
@@ -26,4 +72,6 @@ def adapter_of(model: Any) -> ModuleType:
     for adapter in adapters():
         if adapter.is_model(model):
             return adapter
-    raise ConfigError(f"model is a {type(model).__module__}.{type(model).__qualname__}; expected a flax.nnx.Module")
+    raise ConfigError(
+        f"model is a {type(model).__module__}.{type(model).__qualname__}; expected a {' or '.join(_MODULES)}"
+    )

@@ -23,7 +23,7 @@ from ejkernel_ops import (
     linear,
     rotary_embedding,
 )
-from ejkernel_ops.core.snapshot import entered
+from ejkernel_ops.core.snapshot import current, entered
 
 CONFIGS = (AttentionConfig, LinearConfig, GatedLinearConfig, NormConfig, LinearCrossEntropyConfig)
 
@@ -33,6 +33,43 @@ def at_path(path: str | None) -> contextlib.AbstractContextManager:
     if path is None:
         return contextlib.nullcontext()
     return entered(lambda snapshot: dataclasses.replace(snapshot, path=path))
+
+
+def explaining() -> bool:
+    """Whether `explain` asks the layers for their paths; at other times a path would only make programs differ."""
+    return current().path is not None
+
+
+def logits(
+    hidden: jax.Array,
+    weight: jax.Array,
+    bias: Any,
+    *,
+    weight_layout: str,
+    logits_soft_cap: float | None,
+    precision: Any,
+) -> jax.Array:
+    """Logits in float32 of hidden states, capped or not.
+
+    Args:
+        hidden: `(..., features)`.
+        weight: `(features, vocab_size)` for `"io"`, `(vocab_size, features)` for `"oi"`.
+        bias: `(vocab_size,)` or `None`.
+        weight_layout: `"io"` or `"oi"`.
+        logits_soft_cap: logits become `cap * tanh(logits / cap)`.
+        precision: as in `jax.lax.Precision`.
+
+    Returns:
+        `(..., vocab_size)`.
+
+    Example:
+        >>> options = {"weight_layout": "io", "logits_soft_cap": 30.0, "precision": None}
+        >>> logits(jnp.ones((2, 3)), jnp.ones((3, 5)), None, **options).shape
+        (2, 5)
+    """
+    options = {"preferred_element_type": jnp.float32, "precision": precision}
+    out = linear(hidden, weight, bias, weight_layout=weight_layout, **options)
+    return out if logits_soft_cap is None else logits_soft_cap * jnp.tanh(out / logits_soft_cap)
 
 
 def attend(

@@ -16,8 +16,7 @@ from ejkernel_ops.execution.failures import first_line
 from ejkernel_ops.execution.measure import BUSY, spread
 from ejkernel_ops.execution.progress import Progress
 
-from .frameworks import adapters
-from .steps import jitted
+from .steps import copied, jitted
 
 _ROUNDS, _BUDGET_S = 9, 20.0
 _MIN_GAIN, _MAX_LOSS = 0.01, 0.005  # of a step's time: below the one its ops are suspects, above the other they go
@@ -127,7 +126,7 @@ class _WholeStep:
         return samples
 
     def _run(self, result: AutotuningResult | None) -> float:
-        args, kwargs = _copied(self.arguments)
+        args, kwargs = copied(self.arguments)
         _wait((args, kwargs))
         start = time.perf_counter()
         with policy_override(mode="off") if result is None else result:
@@ -178,10 +177,3 @@ def _without(result: AutotuningResult, ops: Sequence[str]) -> AutotuningResult:
         for e in result.entries
     )
     return dataclasses.replace(result, entries=entries)
-
-
-def _copied(tree: Any) -> Any:
-    """Arguments with arrays of their own: a step may donate or change what it is given."""
-    for adapter in adapters():
-        tree = adapter.copied(tree)
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree) if not adapters() else tree

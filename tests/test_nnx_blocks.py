@@ -99,9 +99,9 @@ def test_decoding_gives_what_all_tokens_at_once_give(kwargs, sizes):
 
 @pytest.mark.parametrize(("kwargs", "call", "message"), [
     ({}, {}, r"decode=True without a cache; call init_cache"),
-    ({"causal": False}, {"cache": True}, r"decode=True needs causal=True"),
-    ({}, {"cache": True, "segment_ids": np.zeros((2, 9), int)}, r"segment_ids are given with decode=True"),
-    ({"dropout_rate": 0.5}, {"cache": True}, r"dropout is on with decode=True; pass deterministic=True"),
+    ({"causal": False}, {"cache": True}, r"decoding needs causal=True"),
+    ({}, {"cache": True, "segment_ids": np.zeros((2, 9), int)}, r"segment_ids are given while decoding"),
+    ({"dropout_rate": 0.5}, {"cache": True}, r"dropout is on while decoding; turn it off .deterministic=True"),
 ])  # fmt: skip
 def test_decoding_that_cannot_be_is_refused(kwargs, call, message):
     layer = attention(**kwargs)

@@ -6,12 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import dtypes
 
 from ejkernel_ops import AttentionConfig
 
-from ..functional import Rotary, at_path, attend
-from .decoding import decoded
+from ..functional import Rotary
+from ..self_attention import attend_heads, head_sizes
 from .linear import LinearGeneral
 from .norm import RMSNorm
 from .pinned import Pinned
@@ -89,12 +88,7 @@ class Attention(nnx.Module, Pinned):
         backend: str | None = None,
         rngs: nnx.Rngs,
     ):
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if head_dim is None and in_features % num_heads:
-            raise ValueError(f"in_features is {in_features}, no multiple of num_heads, {num_heads}; pass head_dim")
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_heads is {num_heads}; expected a multiple of num_kv_heads, which is {num_kv_heads}")
-        head_dim = in_features // num_heads if head_dim is None else head_dim
+        num_kv_heads, head_dim = head_sizes(in_features, num_heads, num_kv_heads, head_dim)
         out_features = in_features if out_features is None else out_features
         options = {
             "use_bias": use_bias,
@@ -154,27 +148,16 @@ class Attention(nnx.Module, Pinned):
         query, key, value = (layer(x) for layer in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        if self.rotary is not None:
-            if positions is None:
-                start = self._index() if decode else 0
-                positions = start + jnp.arange(x.shape[-2])
-            query, key = (self.rotary(a, positions) for a in (query, key))
-        options = {
-            "mask": mask, "bias": bias, "kv_lengths": kv_lengths, "sliding_window": self.sliding_window,
-            "softmax_scale": self.softmax_scale, "logits_soft_cap": self.logits_soft_cap, "precision": self.precision,
-            "sinks": None if self.sinks is None else self.sinks[...], "config": self.config, "backend": self.backend,
-        }  # fmt: skip
         dropping = self.dropout is not None and not deterministic
-        if decode:
-            self._refuse_decoding(segment_ids, dropping)
-            return self.out(decoded(self, query, key, value, dtype=self.dtype or query.dtype, **options))
-        query, key, value = dtypes.promote_dtype((query, key, value), dtype=self.dtype)
-        with at_path(self.kernel_path):
-            heads = attend(
-                query, key, value, causal=self.causal, q_segment_ids=segment_ids, kv_segment_ids=segment_ids,
-                dropout_rate=self.dropout_rate if dropping else 0.0, dropout_rng=self.dropout() if dropping else None,  # pyright: ignore[reportOptionalCall]
-                **options,
-            )  # fmt: skip
+        variables = self._cache() if decode else ()
+        heads, after = attend_heads(
+            self, query, key, value, cache=tuple(x[...] for x in variables) if decode else None, positions=positions,
+            segment_ids=segment_ids, sinks=None if self.sinks is None else self.sinks[...],
+            dropout_rng=self.dropout() if dropping else None, path=self.kernel_path, mask=mask, bias=bias,  # pyright: ignore[reportOptionalCall]
+            kv_lengths=kv_lengths,
+        )  # fmt: skip
+        for variable, x in zip(variables, after or ()):
+            variable[...] = x
         return self.out(heads)
 
     def init_cache(self, batch_size: int | tuple[int, ...], max_length: int, dtype: Any = None) -> None:
@@ -191,16 +174,7 @@ class Attention(nnx.Module, Pinned):
         self.cached_key, self.cached_value = nnx.Cache(jnp.zeros(shape, dtype)), nnx.Cache(jnp.zeros(shape, dtype))
         self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
 
-    def _index(self) -> Any:
+    def _cache(self) -> tuple[Any, Any, Any]:
         if self.cache_index is None:
             raise ValueError("decode=True without a cache; call init_cache(batch_size, max_length) first")
-        return self.cache_index[...]
-
-    def _refuse_decoding(self, segment_ids: Any, dropping: bool) -> None:
-        self._index()
-        if not self.causal:
-            raise ValueError("decode=True needs causal=True: earlier tokens cannot see those that come")
-        if segment_ids is not None:
-            raise ValueError("segment_ids are given with decode=True; decode each document with a cache of its own")
-        if dropping:
-            raise ValueError("dropout is on with decode=True; pass deterministic=True")
+        return self.cached_key, self.cached_value, self.cache_index

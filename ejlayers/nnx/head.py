@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from ejkernel_ops import LinearCrossEntropyConfig, linear, linear_cross_entropy
+from ejkernel_ops import LinearCrossEntropyConfig, linear_cross_entropy
 
-from ..functional import at_path
+from ..functional import at_path, logits
 from .pinned import Pinned
 
 
@@ -77,12 +77,10 @@ class LMHead(nnx.Module, Pinned):
         """Logits `(..., vocab_size)` in float32 of hidden states `(..., features)`."""
         hidden, weight, bias, layout = self._operands(hidden)
         with at_path(self.kernel_path):
-            logits = linear(
-                hidden, weight, bias, weight_layout=layout, preferred_element_type=jnp.float32, precision=self.precision
-            )
-        return (
-            logits if self.logits_soft_cap is None else self.logits_soft_cap * jnp.tanh(logits / self.logits_soft_cap)
-        )
+            return logits(
+                hidden, weight, bias, weight_layout=layout, logits_soft_cap=self.logits_soft_cap,
+                precision=self.precision,
+            )  # fmt: skip
 
     def loss(self, hidden: Any, labels: Any, **options: Any) -> Any:
         """The cross-entropy of labels `(...)`; options as `ejkernel_ops.linear_cross_entropy`: `z_loss` and so on."""

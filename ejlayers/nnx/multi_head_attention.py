@@ -12,8 +12,8 @@ from flax.nnx.nn import dtypes
 from ejkernel_ops import AttentionConfig, ConfigError
 from ejkernel_ops.kernels.config import explicit_config
 
+from ..cache import attend_cached
 from ..functional import at_path, attend
-from .decoding import decoded
 
 _log = logging.getLogger(__name__)
 
@@ -150,10 +150,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         query, key, value = (layer(x, out_sharding=qkv_sharding) for layer, x in projections)
         if self.query_ln is not None and self.key_ln is not None:
             query, key = self.query_ln(query), self.key_ln(key)
-        heads = decoded(
-            self, query, key, value, dtype=self.dtype, mask=mask, precision=self.precision, config=self.config,
-            backend=self.backend,
-        )  # fmt: skip
+        cache: Any = (self.cached_key, self.cached_value, self.cache_index)
+        with at_path(self.kernel_path):
+            heads, *after = attend_cached(
+                query, key, value, *(x[...] for x in cache), dtype=self.dtype, mask=mask, precision=self.precision,
+                config=self.config, backend=self.backend,
+            )  # fmt: skip
+        for variable, x in zip(cache, after):
+            variable[...] = x
         return self.out(heads, out_sharding=out_sharding)
 
     def init_cache(self, input_shape: Any, dtype: Any = None) -> None:
@@ -192,10 +196,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """The module's dotted path, while `explain` asks for it."""
         return self.attention_fn.path
 
-    def pin(self, **fields: Any) -> None:
-        """Changes `config`, `backend` or `path`; jitted functions that take the module retrace once."""
+    def pin(self, **fields: Any) -> Any:
+        """Changes `config`, `backend` or `path` and returns the module; jitted functions retrace once."""
         attention_fn: Any = self.attention_fn
         self.attention_fn = dataclasses.replace(attention_fn, **fields)
+        return self
 
     config_type = AttentionConfig
 

@@ -24,13 +24,14 @@ class Pinned:
     kernel_path: str | None = None
     config_type: ClassVar[type]
 
-    def pin(self, **fields: Any) -> None:
-        """Changes `config`, `backend` or `path`; jitted functions that take the module retrace once."""
+    def pin(self, **fields: Any) -> Any:
+        """Changes `config`, `backend` or `path` and returns the module; jitted functions retrace once."""
         explicit_config(self.config_type, fields.get("config"), None, fields.get("backend"))  # an error now, not later
         for name, value in fields.items():
             name = "kernel_path" if name == "path" else name
             if value is not None or name in vars(self):  # a module that pins nothing keeps the stock attributes
                 setattr(self, name, value)
+        return self
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:

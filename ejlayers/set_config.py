@@ -1,0 +1,40 @@
+"""`set_config`: changes what the layers of a model pin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .frameworks import adapters
+from .plan import RuleBook, Rules
+
+
+def set_config(tree: Any, rules: Rules) -> Any:
+    """Changes the configs that modules pin, anywhere in a pytree; jitted functions retrace once.
+
+    Args:
+        tree: a model, an optimizer or its state, or any pytree of them.
+        rules: path pattern or type -> config, or `None` or `False` to pin nothing.
+
+    Returns:
+        The tree; of Flax NNX the same objects, changed in place, of Equinox and Linen new ones. Where a model of
+        Equinox has an optimizer state already, that has to be changed too: `model, state = set_config((model, state),
+        {"**.attention": ...})`.
+
+    Raises:
+        ConfigError: a rule that matches nothing, or a config for another kind of layer.
+
+    Example:
+        >>> from flax import nnx
+        >>> from ejkernel_ops import FwdParams, LinearConfig
+        >>> import ejlayers
+        >>> model = ejlayers.swap(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
+        >>> _ = set_config(model, {"**": LinearConfig(fwd=FwdParams(blocksize_m=64))})
+        >>> model.config.fwd.blocksize_m
+        64
+    """
+    book = RuleBook({p: False if v is None else v for p, v in rules.items()})
+    changes = [adapter.chosen(tree, book) for adapter in adapters()]
+    book.refuse_unused()
+    for change in changes:  # only after all rules are known to be good
+        tree = change(tree)
+    return tree

@@ -1,0 +1,137 @@
+"""What is done around models whose modules can be listed: Flax NNX and Equinox."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ejkernel_ops.config.schema import leaf_fields
+
+from .plan import Decision, Plan, Row, RuleBook, check_type
+
+_reasons: dict[int, dict[str, str]] = {}  # id of a model -> path -> why not
+
+
+class TreeAdapter:
+    """The half of an adapter that knows no framework; the other half is `modules` and `changed` and the like.
+
+    Attributes:
+        replacements: stock class -> ours.
+        layers: all classes whose modules can pin a config.
+    """
+
+    replacements: dict[type, type]
+    layers: tuple[type, ...]
+
+    def is_model(self, tree: Any) -> bool:
+        """Whether an object is a module of the framework."""
+        raise NotImplementedError
+
+    def modules(self, tree: Any) -> Iterator[tuple[str, Any]]:
+        """Each module of a pytree once, with its dotted path, outermost first and children in order."""
+        raise NotImplementedError
+
+    def changed(self, tree: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
+        """The pytree with some modules, by path, replaced by what a function makes of them."""
+        raise NotImplementedError
+
+    def to_ours(self, module: Any) -> Any:
+        """A stock module as one of ours."""
+        raise NotImplementedError
+
+    def to_stock(self, module: Any) -> Any:
+        """Undoes `to_ours`."""
+        raise NotImplementedError
+
+    def twin(self, tree: Any) -> Any:
+        """A copy of modules that shares their parameters."""
+        raise NotImplementedError
+
+    def swapped(self, model: Any, plan: Plan) -> Any:
+        """The model with ours for the stock layers that a plan takes."""
+        decisions = {}
+        for path, module in list(self.modules(model)):
+            if (ours := self._ours(module)) is not None:
+                decisions[path] = plan.decide(path, module, ours)
+        plan.refuse_unused()
+        model = self.changed(model, {path: self._change(decision) for path, decision in decisions.items()})
+        _remember(model, {path: decision.reason for path, decision in decisions.items() if not decision.ours})
+        return model
+
+    def _ours(self, module: Any) -> type | None:
+        """The class of ours that a module has, or can have."""
+        kind = type(module)
+        return kind if kind in self.replacements.values() else self.replacements.get(kind)
+
+    def _change(self, decision: Decision) -> Callable[[Any], Any]:
+        def change(module):
+            is_ours = type(module) in self.replacements.values()
+            if is_ours != decision.ours:
+                module = self.to_ours(module) if decision.ours else self.to_stock(module)
+            return module if decision.config is None else module.pin(config=decision.config)
+
+        return change
+
+    def reverted(self, model: Any) -> Any:
+        """The model with its stock layers back."""
+        _reasons.pop(id(model), None)
+        ours = [path for path, module in self.modules(model) if type(module) in self.replacements.values()]
+        return self.changed(model, dict.fromkeys(ours, self.to_stock))
+
+    def original(self, model: Any) -> Any:
+        """A stock model over the same parameters."""
+        return self.reverted(self.twin(model))
+
+    def rows(self, model: Any, inputs: tuple, kwargs: dict) -> list[Row]:
+        """What its layers are."""
+        return [row for path, module in self.modules(model) if (row := self._row(model, path, module)) is not None]
+
+    def _row(self, model: Any, path: str, module: Any) -> Row | None:
+        kind = type(module)
+        if kind in self.replacements.values():
+            pins = pinned_fields(module)
+            return Row(path, kind.__name__, True, "pinned: " + ", ".join(pins) if pins else "")
+        if kind in self.replacements:
+            why = _reasons.get(id(model), {}).get(path) or self.replacements[kind].why_not(module) or "not swapped"
+            return Row(path, kind.__name__, False, why)
+        if isinstance(module, tuple(self.replacements)):
+            return Row(path, kind.__name__, False, "a subclass: swap its parent by hand if they compute the same")
+        return None
+
+    def chosen(self, tree: Any, book: RuleBook) -> Callable[[Any], Any]:
+        """Asks rules for the configs of a pytree's layers; what it returns makes the pytree that pins them."""
+        changes = {}
+        for path, module in self.modules(tree):
+            if not isinstance(module, self.layers):
+                continue
+            value = book.find(path, (type(module),))
+            if value is None or value is True:
+                continue
+            config = check_type(path, module.config_type, value) if value is not False else None
+            changes[path] = lambda module, config=config: module.pin(config=config)
+        return lambda tree: self.changed(tree, changes) if changes else tree
+
+    def with_paths(self, tree: Any) -> Any:
+        """A copy of a pytree in which each of our modules knows its path; the copy shares all arrays."""
+        tree, changes = self.twin(tree), {}
+        root = min((path for path, _ in self.modules(tree)), key=len, default="")
+        for path, module in self.modules(tree):
+            if isinstance(module, self.layers):
+                shown = path.removeprefix(root).strip(".") or type(module).__name__
+                changes[path] = lambda module, shown=shown: module.pin(path=shown)
+        return self.changed(tree, changes) if changes else tree
+
+
+def _remember(model: Any, reasons: dict[str, str]) -> None:
+    """Keeps why layers were skipped for as long as the model lives; by identity, for a model need not be hashable."""
+    if id(model) not in _reasons:
+        weakref.finalize(model, _reasons.pop, id(model), None)
+    _reasons[id(model)] = reasons
+
+
+def pinned_fields(module: Any) -> list[str]:
+    """What a module pins, as `field=value`."""
+    given = {} if module.config is None else dict(leaf_fields(module.config))
+    given |= {} if module.backend is None else {"backend": module.backend}
+    return [f"{name}={value}" for name, value in given.items() if value is not None]
