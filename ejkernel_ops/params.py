@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from typing import Any
 
 from .errors import ConfigError
 
@@ -22,8 +24,30 @@ def _check(params: FwdParams | BwdParams) -> None:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FwdParams:
+class Fields:
+    """What the dataclasses of configs share: unknown fields are refused with a hint, unset ones are not shown."""
+
+    def __new__(cls, *args: Any, **kwargs: Any):  # noqa: D102
+        known = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
+        for name in kwargs.keys() - set(known):
+            raise ConfigError(f"{cls.__name__} has no field {name!r}; {_hint(name, known)}")
+        return super().__new__(cls)
+
+    def __repr__(self):
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+        shown = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _hint(name: str, known: list[str]) -> str:
+    if "fwd" in known and (kinds := [k for k in (FwdParams, BwdParams) if name in k.__dataclass_fields__]):
+        return f"it is one of {kinds[0].__name__}: {kinds[0].__name__[:3].lower()}={kinds[0].__name__}({name}=...)"
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class FwdParams(Fields):
     """Tile sizes and launch parameters of a forward kernel; a field left `None` inherits.
 
     Args:
@@ -39,7 +63,7 @@ class FwdParams:
         num_stages: depth of a GPU software pipeline.
 
     Raises:
-        ConfigError: a field is not `None` and not a positive int in its range.
+        ConfigError: an unknown field, or one that is neither `None` nor a positive int in its range.
 
     Example:
         >>> FwdParams(q_blocksize=128, kv_blocksize=64).kv_blocksize
@@ -60,8 +84,8 @@ class FwdParams:
     __post_init__ = _check
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BwdParams:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class BwdParams(Fields):
     """Tile sizes and launch parameters of a backward kernel; a field left `None` inherits.
 
     Args:
@@ -76,7 +100,7 @@ class BwdParams:
         num_stages_mn: pipeline depth of that kernel.
 
     Raises:
-        ConfigError: a field is not `None` and not a positive int in its range.
+        ConfigError: an unknown field, or one that is neither `None` nor a positive int in its range.
 
     Example:
         >>> BwdParams(q_blocksize=64).num_warps is None

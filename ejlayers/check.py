@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .frameworks import adapter_of
-from .report import report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class CheckReport:
         output_rel: of the outputs, relative to the largest output.
         grad_abs: of the gradients of all float parameters and inputs, absolute.
         grad_rel: of the gradients, relative to the largest entry of them all.
+        modules: if asked for, by path: the same where that layer alone is one of ours.
 
     Example:
         >>> CheckReport(0.0, 0.0, 0.0, 0.0).output_abs
@@ -32,15 +33,28 @@ class CheckReport:
     output_rel: float
     grad_abs: float
     grad_rel: float
+    modules: Mapping[str, CheckReport] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The differences as plain data."""
+        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"outputs differ by at most {self.output_abs:.3g} ({self.output_rel:.3g} of the largest), "
             f"gradients by {self.grad_abs:.3g} ({self.grad_rel:.3g})"
         )
+        if self.modules is None:
+            return text
+        from ejkernel_ops.utils.text_table import text_table  # rich, which only printing needs
+
+        names = ("output_abs", "output_rel", "grad_abs", "grad_rel")
+        rows = [[path, *(f"{getattr(m, name):.3g}" for name in names)] for path, m in self.modules.items()]
+        columns = ("this layer alone", "outputs", "relative", "gradients", "relative")
+        return f"{text}\n{text_table(columns, rows, right=columns[1:])}"
 
 
-def check(model: Any, *inputs: Any, **kwargs: Any) -> CheckReport:
+def check(model: Any, *inputs: Any, per_module: bool = False, **kwargs: Any) -> CheckReport:
     """Compares outputs and gradients of a swapped model with those of its stock layers.
 
     The gradients are those of a fixed random combination of the outputs. Turn dropout off first: the layers draw
@@ -48,8 +62,9 @@ def check(model: Any, *inputs: Any, **kwargs: Any) -> CheckReport:
 
     Args:
         model: a swapped model; or the original, and the swapped one as the first of `inputs`.
-        *inputs: what the model is called with.
-        **kwargs: its keyword arguments.
+        *inputs: what the model is called with; for Linen the variables come first.
+        per_module: also compare for each layer a model in which it alone is one of ours; each is compiled.
+        **kwargs: keyword arguments of the call.
 
     Returns:
         Largest differences.
@@ -64,14 +79,22 @@ def check(model: Any, *inputs: Any, **kwargs: Any) -> CheckReport:
         >>> check(model, nnx.Rngs(1).normal((2, 3))).output_abs < 1e-5
         True
     """
-    if inputs and adapter_of(model).is_model(inputs[0]):
+    adapter = adapter_of(model)
+    if inputs and adapter.is_model(inputs[0]):
         original, model, inputs = model, inputs[0], inputs[1:]
     else:
-        original = report(model).original()
-    adapter = adapter_of(model)
-    outs, grads = zip(*(adapter.value_and_grads(m, inputs, kwargs) for m in (original, model)))
-    output, gradient = _difference(*outs), _difference(*grads)
-    return CheckReport(*output, *gradient)
+        original = adapter.original(model)
+    want = adapter.value_and_grads(original, inputs, kwargs)
+
+    def compared(model: Any) -> CheckReport:
+        got = adapter.value_and_grads(model, inputs, kwargs)
+        return CheckReport(*_difference(want[0], got[0]), *_difference(want[1], got[1]))
+
+    report = compared(model)
+    if not per_module:
+        return report
+    paths = [row.path for row in adapter.rows(model, inputs, kwargs) if row.replaced]
+    return dataclasses.replace(report, modules={path: compared(adapter.only(model, path)) for path in paths})
 
 
 def _combination(out: Any) -> Any:

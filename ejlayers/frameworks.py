@@ -45,6 +45,10 @@ class Adapter(Protocol):
         """The model with its stock layers back; in place where the framework works so."""
         ...
 
+    def only(self, model: Any, path: str) -> Any:
+        """A model over the same parameters in which one layer alone is one of ours."""
+        ...
+
     def chosen(self, tree: Any, book: RuleBook) -> Callable[[Any], Any]:
         """Asks rules for the configs of a pytree's layers; what it returns makes the pytree that pins them."""
         ...

@@ -76,12 +76,19 @@ class TreeAdapter:
     def reverted(self, model: Any) -> Any:
         """The model with its stock layers back."""
         _reasons.pop(id(model), None)
-        ours = [path for path, module in self.modules(model) if type(module) in self.replacements.values()]
-        return self.changed(model, dict.fromkeys(ours, self.to_stock))
+        return self._with_stock(model, except_path=None)
 
     def original(self, model: Any) -> Any:
         """A stock model over the same parameters."""
         return self.reverted(self.twin(model))
+
+    def only(self, model: Any, path: str) -> Any:
+        """A model over the same parameters in which one layer alone is one of ours."""
+        return self._with_stock(self.twin(model), except_path=path)
+
+    def _with_stock(self, model: Any, except_path: str | None) -> Any:
+        ours = (path for path, module in self.modules(model) if type(module) in self.replacements.values())
+        return self.changed(model, {path: self.to_stock for path in ours if path != except_path})
 
     def rows(self, model: Any, inputs: tuple, kwargs: dict) -> list[Row]:
         """What its layers are."""

@@ -97,3 +97,21 @@ def test_a_config_without_a_json_form_is_refused():
         to_json({"a": float("nan")})
     with pytest.raises(ConfigError, match="has no JSON form"):
         to_json(object())
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: FwdParams(q_blocksiz=64), "FwdParams has no field 'q_blocksiz'; did you mean 'q_blocksize'"),
+    (lambda: AttentionConfig(q_blocksize=64), r"no field 'q_blocksize'; it is one of FwdParams: fwd=FwdParams\("),
+    (lambda: AttentionConfig(num_warps_mn=4), r"it is one of BwdParams: bwd=BwdParams\(num_warps_mn=\.\.\.\)"),
+    (lambda: AttentionConfig(colour=64), "no field 'colour'; expected one of backend, fwd, bwd"),
+])  # fmt: skip
+def test_an_unknown_field_is_refused_with_a_hint(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_config_shows_what_it_sets_and_nothing_else():
+    assert repr(AttentionConfig(backend="xla", fwd=FwdParams(num_stages=2))) == (
+        "AttentionConfig(backend='xla', fwd=FwdParams(num_stages=2))"
+    )
+    assert repr(BwdParams()) == "BwdParams()"

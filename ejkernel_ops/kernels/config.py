@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from ..core.kernel import BACKENDS
 from ..errors import ConfigError
-from ..params import BwdParams, FwdParams
+from ..params import BwdParams, Fields, FwdParams
 
 _PRECISIONS = ("default", "high", "highest", "fastest", "bfloat16", "bfloat16_3x", "tensorfloat32", "float32")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OpConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class OpConfig(Fields):
     """Back end and tile sizes of an op, either direction; a field left `None` inherits.
 
     Args:

@@ -15,7 +15,7 @@ from ..config import OpConfig
 _SCORES_BYTES = {"cpu": 4 << 20, "gpu": 512 << 20, "tpu": 64 << 20}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionConfig(OpConfig):
     """Back end and tile sizes of `flash_attention`; a field left `None` inherits.
 

@@ -27,7 +27,7 @@ from ..rows import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class GatedLinearConfig(OpConfig):
     """Back end and tile sizes of `gated_linear`; a field left `None` inherits.
 

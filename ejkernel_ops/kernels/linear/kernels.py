@@ -11,7 +11,7 @@ from ..config import OpConfig
 from ..rows import RowKernel, accumulated, by_rows, flat_rows, over_rows, product, transposed, weight_gradient
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class LinearConfig(OpConfig):
     """Back end and tile sizes of `linear`; a field left `None` inherits.
 

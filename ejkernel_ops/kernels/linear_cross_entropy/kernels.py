@@ -29,7 +29,7 @@ _FEWEST_ROWS = {
 }  # a chunk of fewer reads and writes more of the weight than it multiplies
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class LinearCrossEntropyConfig(OpConfig):
     """Back end and chunks of `linear_cross_entropy`; a field left `None` inherits.
 

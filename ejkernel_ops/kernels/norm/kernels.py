@@ -13,7 +13,7 @@ from ..config import OpConfig
 from ..rows import RowKernel, accumulated, by_rows, flat_rows, over_rows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class NormConfig(OpConfig):
     """Back end and tile sizes of `rms_norm` and `layer_norm`; a field left `None` inherits.
 

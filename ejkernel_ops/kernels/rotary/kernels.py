@@ -17,7 +17,7 @@ from ..rows import RowKernel, accumulated, over_rows
 from .scaling import frequencies
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class RotaryConfig(OpConfig):
     """Back end and tile sizes of `rotary_embedding`; a field left `None` inherits.
 
