@@ -23,6 +23,7 @@ from .explain import ExplainReport as ExplainReport
 from .explain import explain as explain
 from .frameworks import FRAMEWORKS
 from .functional import Rotary as Rotary
+from .huggingface import from_huggingface as from_huggingface
 from .report import SwapReport as SwapReport
 from .report import report as report
 from .set_config import set_config as set_config

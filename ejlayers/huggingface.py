@@ -1,0 +1,114 @@
+"""Weights of checkpoints in Hugging Face's naming, read into a model of any framework."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .plan import matches
+
+M = TypeVar("M")
+_WEIGHTS = {"kernel", "scale", "embedding", "weight"}  # what Flax and Equinox call what is `weight` there
+_TRANSPOSED = {"kernel"}  # Flax has inputs first, Hugging Face (and Equinox) outputs
+
+
+def from_huggingface(
+    model: M, tensors: Mapping[str, Any], names: Mapping[str, str], *, ignore: Iterable[str] = ()
+) -> M:
+    """Fills the parameters of a model with tensors of a Hugging Face checkpoint.
+
+    Args:
+        model: a Flax NNX or Equinox module, abstract or not, or the parameters of a Linen model.
+        tensors: by name, as `safetensors.numpy.load_file` returns them; linear weights are `(out, in)`.
+        names: dotted path of a module here -> name of the module there; a `*` is one name or more, the same on both
+            sides. Heads of attention may be an axis of their own here.
+        ignore: patterns of tensors that the model has no place for (`*` is one name, `**` any number).
+
+    Returns:
+        The model: of Flax NNX the same object, of the others a new pytree. Types, and shardings, are those it had.
+
+    Raises:
+        ValueError: a parameter that no tensor fills, a tensor without a place, or of another size; nothing is changed.
+
+    Example:
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+        >>> tensors = {"h.0.dense.weight": np.ones((3, 2)), "h.0.dense.bias": np.arange(3.0)}
+        >>> from_huggingface(model, tensors, {"layers.*": "h.*.dense"}).layers[0].bias[...]
+        Array([0., 1., 2.], dtype=float32)
+    """
+    nnx = sys.modules.get("flax.nnx")
+    is_nnx = nnx is not None and isinstance(model, nnx.Module)
+    tree = nnx.state(model, nnx.Param) if is_nnx else model
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    parameters = [_dotted(path) if hasattr(leaf, "shape") else None for path, leaf in leaves]
+    sources = [None if parameter is None else _name_there(parameter, names, tensors) for parameter in parameters]
+    ignored = tuple(ignore)
+    left = [name for name in tensors if name not in sources and not any(matches(p, name) for p in ignored)]
+    if left:
+        raise ValueError(
+            f"tensors have no place in the model: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}; name their "
+            "modules in names, or ignore them"
+        )
+    filled = [
+        leaf if source is None else _fitted(source, tensors[source], parameter, leaf)
+        for source, parameter, (_, leaf) in zip(sources, parameters, leaves)
+    ]
+    tree = jax.tree.unflatten(treedef, filled)
+    if not is_nnx:
+        return tree
+    nnx.update(model, tree)
+    return model
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    """The path of a leaf, without what NNX has between a Variable and its array."""
+    names = [getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))) for key in path]
+    is_variable = len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value"
+    return ".".join(map(str, names[:-1] if is_variable else names))
+
+
+def _name_there(parameter: str, names: Mapping[str, str], tensors: Mapping[str, Any]) -> str:
+    """The tensor that fills a parameter."""
+    module, _, last = parameter.rpartition(".")
+    for here, there in names.items():
+        found = re.fullmatch(re.escape(here).replace(r"\*", "(.+)"), module)
+        if found is None:
+            continue
+        stars = iter(found.groups())
+        there = re.sub(r"\*", lambda _, stars=stars: next(stars), there)
+        name = f"{there}.{'weight' if last in _WEIGHTS else last}"
+        if name in tensors:
+            return name
+        raise ValueError(f"parameter {parameter} should be tensor {name!r} as names has it, which is not there")
+    raise ValueError(f"parameter {parameter} has no entry in names; add one for {module!r}")
+
+
+def _fitted(name: str, tensor: Any, parameter: str, leaf: Any) -> Any:
+    """A tensor in the layout, shape, type and sharding of a parameter."""
+    transposed = parameter.rpartition(".")[2] in _TRANSPOSED and tensor.ndim == 2
+    tensor = tensor.T if transposed else tensor
+    sizes = (leaf.shape, tensor.shape)
+    if leaf.size != tensor.size or not _is_split(*sizes):
+        raise ValueError(f"tensor {name!r} has sizes {sizes[1]} for parameter {parameter}, which has {sizes[0]}")
+    array = jnp.asarray(np.asarray(tensor).reshape(leaf.shape), leaf.dtype)
+    sharding = getattr(leaf, "sharding", None)
+    return array if sharding is None else jax.device_put(array, sharding)
+
+
+def _is_split(here: tuple[int, ...], there: tuple[int, ...]) -> bool:
+    """Whether sizes are those of a tensor with some of its axes split, such as that of all heads."""
+    rest = list(here)
+    for size in there:
+        product = 1
+        while rest and product < size:
+            product *= rest.pop(0)
+        if product != size:
+            return False
+    return all(size == 1 for size in rest)

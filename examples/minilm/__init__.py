@@ -1,0 +1,1 @@
+"""The parts of `minilm_swap.py`: MiniLM of stock layers in two frameworks, and its weights."""
