@@ -43,28 +43,30 @@ def from_huggingface(
         >>> from_huggingface(model, tensors, {"layers.*": "h.*.dense"}).layers[0].bias[...]
         Array([0., 1., 2.], dtype=float32)
     """
-    nnx = sys.modules.get("flax.nnx")
-    is_nnx = nnx is not None and isinstance(model, nnx.Module)
-    tree = nnx.state(model, nnx.Param) if is_nnx else model
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    parameters = [_dotted(path) if hasattr(leaf, "shape") else None for path, leaf in leaves]
-    sources = [None if parameter is None else _name_there(parameter, names, tensors) for parameter in parameters]
+    nnx: Any = sys.modules.get("flax.nnx")
+    is_nnx: bool = isinstance(model, getattr(nnx, "Module", ()))
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param) if is_nnx else model)
+    sources = {i: _source(_dotted(path), names, tensors) for i, (path, leaf) in enumerate(leaves) if _is_array(leaf)}
     ignored = tuple(ignore)
-    left = [name for name in tensors if name not in sources and not any(matches(p, name) for p in ignored)]
+    left = [n for n in tensors if n not in sources.values() and not any(matches(p, n) for p in ignored)]
     if left:
         raise ValueError(
             f"tensors have no place in the model: {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}; name their "
             "modules in names, or ignore them"
         )
     filled = [
-        leaf if source is None else _fitted(source, tensors[source], parameter, leaf)
-        for source, parameter, (_, leaf) in zip(sources, parameters, leaves)
+        _fitted(sources[i], tensors[sources[i]], _dotted(path), leaf) if i in sources else leaf
+        for i, (path, leaf) in enumerate(leaves)
     ]
     tree = jax.tree.unflatten(treedef, filled)
     if not is_nnx:
         return tree
     nnx.update(model, tree)
     return model
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")  # or what stands for one in an abstract model
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
@@ -74,7 +76,7 @@ def _dotted(path: tuple[Any, ...]) -> str:
     return ".".join(map(str, names[:-1] if is_variable else names))
 
 
-def _name_there(parameter: str, names: Mapping[str, str], tensors: Mapping[str, Any]) -> str:
+def _source(parameter: str, names: Mapping[str, str], tensors: Mapping[str, Any]) -> str:
     """The tensor that fills a parameter."""
     module, _, last = parameter.rpartition(".")
     for here, there in names.items():
