@@ -36,7 +36,15 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in FRAMEWORKS:
-        return importlib.import_module(f".{name}", __name__)
+        try:
+            return importlib.import_module(f".{name}", __name__)
+        except ModuleNotFoundError as error:
+            if error.name not in ("flax", "equinox"):
+                raise
+            raise ModuleNotFoundError(
+                f"ejlayers.{name} needs {error.name}, which is not installed: pip install 'ejlayers[{error.name}]'",
+                name=error.name,
+            ) from None
     raise AttributeError(f"module 'ejlayers' has no attribute {name!r}")
 
 

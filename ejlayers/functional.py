@@ -24,6 +24,7 @@ from ejkernel_ops import (
     rotary_embedding,
 )
 from ejkernel_ops.core.snapshot import current, entered
+from ejkernel_ops.kernels.config import as_array
 
 CONFIGS = (AttentionConfig, LinearConfig, GatedLinearConfig, NormConfig, LinearCrossEntropyConfig)
 
@@ -102,15 +103,23 @@ def attend(
         >>> attend(x, x, x).shape
         (2, 3, 5, 4, 8)
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim < 3:
+            raise ValueError(f"{name} has shape {x.shape}; expected (..., length, heads, head_dim)")
     batch = query.shape[:-3]
     if key.shape[:-3] != batch or value.shape[:-3] != batch:
         raise ValueError(f"query {query.shape}, key {key.shape} and value {value.shape} differ in their batch axes")
-    mask = mask if mask is None or mask.dtype == jnp.bool_ else mask != 0
-    bias, mask = (None if x is None else _one_batch_axis(x, batch) for x in (bias, mask))
+    mask = None if mask is None else as_array("mask", mask).astype(bool)
+    bias = None if bias is None else as_array("bias", bias)
+    bias, mask = (
+        None if x is None else _one_batch_axis(name, x, batch) for name, x in (("bias", bias), ("mask", mask))
+    )
     query, key, value = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
     for name in {"q_segment_ids", "kv_segment_ids", "kv_lengths"} & options.keys():
         if (x := options[name]) is not None:
-            x = jnp.asarray(x)
+            x = as_array(name, x)
+            if x.shape[: len(batch)] != batch:
+                raise ValueError(f"{name} has shape {x.shape}; expected the batch axes of query, {batch}, first")
             options[name] = x.reshape(math.prod(batch), *x.shape[len(batch) :])
     out = flash_attention(query, key, value, bias=bias, mask=mask, **options)
     return out.reshape(*batch, *out.shape[1:])
@@ -140,6 +149,8 @@ class Rotary:
         """Heads `(..., length, num_heads, head_dim)`, turned by positions `(length,)` or `(..., length)`."""
         flat = x.reshape(-1, *x.shape[-3:])
         if positions.ndim > 1:
+            if any(a not in (1, b) for a, b in zip(positions.shape[::-1], x.shape[-3::-1])) or positions.ndim >= x.ndim:
+                raise ValueError(f"positions has shape {positions.shape}; expected what broadcasts to {x.shape[:-2]}")
             positions = jnp.broadcast_to(positions, x.shape[:-2]).reshape(-1, x.shape[-3])
         out = rotary_embedding(
             flat,
@@ -152,9 +163,11 @@ class Rotary:
         return out.reshape(x.shape)
 
 
-def _one_batch_axis(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+def _one_batch_axis(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     """A bias or mask with its batch axes joined, still 1 where all of them broadcast."""
     lead = x.shape[:-3]
+    if len(lead) > len(batch) or any(size not in (1, of) for size, of in zip(lead[::-1], batch[::-1])):
+        raise ValueError(f"{name} has shape {x.shape}, whose batch axes {lead} do not broadcast to query's, {batch}")
     if math.prod(lead) == 1:
         return x.reshape(1, *x.shape[-3:]) if x.ndim >= 3 else x
     return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(math.prod(batch), *x.shape[-3:])

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from ejkernel_ops.kernels.config import as_array
+
 from .cache import attend_cached
 from .functional import at_path, attend
 
@@ -73,10 +75,17 @@ def attend_heads(
         `(..., length, num_heads, head_dim)`, and the cache with these tokens in it.
 
     Raises:
-        ValueError: a cache without causality, or with segment ids or dropout; tokens that do not fit.
+        ValueError: a cache without causality, or with segment ids or dropout; tokens that do not fit; positions without
+            a rotary embedding.
+        TypeError: a mask that is not bool.
     """
     if cache is not None:
         _refuse_cache(layer.causal, segment_ids, dropout_rng)
+    mask = options.get("mask")
+    if mask is not None and (mask := as_array("mask", mask)).dtype != jnp.bool_:
+        raise TypeError(f"mask is {mask.dtype}; expected bool, true where a token may see another; add floats as bias")
+    if layer.rotary is None and positions is not None:
+        raise ValueError("positions are given, but the layer has no rotary embedding to use them; leave them out")
     if layer.rotary is not None:
         if positions is None:
             positions = (0 if cache is None else cache[2]) + jnp.arange(query.shape[-3])

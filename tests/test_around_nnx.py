@@ -1,6 +1,7 @@
 """What is done around a Flax NNX model: swap, report, tune, explain, check, set_config."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -288,3 +289,15 @@ def test_a_module_shows_what_it_pins():
     for text in (repr(m), treescope.render_to_text(m, ignore_exceptions=False)):
         assert text.count("LinearConfig(") in (13, 14)  # one has two paths
         assert text.count("AttentionConfig(") == 2
+
+
+def test_frozen_weights_cost_no_gradient_of_theirs():
+    base = ejlayers.nnx.Linear(WIDTH, 24, rngs=nnx.Rngs(0))
+    m = nnx.LoRA(WIDTH, 2, 24, base_module=base, rngs=nnx.Rngs(1))
+
+    def products(wrt):  # of the sizes of the kernel: its gradient's
+        step = nnx.jit(lambda m, x: nnx.grad(lambda m: jnp.sum(m(x) ** 2), argnums=nnx.DiffState(0, wrt))(m))
+        return len(re.findall(r"dot_general.*-> tensor<16x24xf32>", step.lower(m, X).as_text()))
+
+    assert products(nnx.Param) == 1
+    assert products(nnx.LoRAParam) == 0

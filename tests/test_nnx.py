@@ -1,5 +1,7 @@
 """Layers for Flax NNX against the stock ones: parameters, results, masks, decoding, errors."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,6 +193,23 @@ def test_shared_dropout_and_sown_weights_run_as_flax_does():
     with pytest.warns(DeprecationWarning, match="sow"):  # Flax's own, about its own sow
         b(X, sow_weights=True, deterministic=True)
     assert b.attention_weights.get_value()[0].shape == (2, 4, 9, 9)
+
+
+@pytest.mark.parametrize(("kwargs", "call"), [
+    ({}, {}), ({"dropout_rate": 0.3}, {"deterministic": True}), ({"dropout_rate": 0.3}, {"deterministic": False}),
+    ({}, {"sow_weights": True}),
+])  # fmt: skip
+def test_a_mask_of_keys_and_causality_hold_together(kwargs, call):
+    layer = ejlayers.nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(3), **kwargs)
+    mask = jnp.ones((2, 1, 1, 9), bool).at[:, :, :, 5:].set(False)
+
+    def run(x):
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Flax's own, about its own sow
+            return nnx.clone(layer)(x, mask=mask, is_causal=True, **call)
+
+    np.testing.assert_allclose(run(X.at[:, 5:].add(7.0))[:, :5], run(X)[:, :5], atol=1e-6)  # hidden by the mask
+    np.testing.assert_allclose(run(X.at[:, 3:5].add(7.0))[:, :3], run(X)[:, :3], atol=1e-6)  # hidden by causality
+    assert not np.allclose(run(X.at[:, 2].add(7.0))[:, 4], run(X)[:, 4], atol=1e-3)
 
 
 def test_decoding_equals_the_stock_layer():

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
@@ -66,6 +67,8 @@ class KernelAttention:
         dropping = dropout_rate > 0.0 and not deterministic
         if module is not None or (dropping and broadcast_dropout):
             _report_fallback("sow_weights=True" if module is not None else "broadcast_dropout=True")
+            if is_causal and mask is not None:  # Flax cannot join them where the mask broadcasts
+                mask, is_causal = jnp.asarray(mask, bool) & _lower_triangle(query, key), False
             return nnx.dot_product_attention(
                 query, key, value, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
                 dropout_rate=dropout_rate, deterministic=deterministic, dtype=dtype, precision=precision, module=module,
@@ -77,6 +80,11 @@ class KernelAttention:
                 query, key, value, bias=bias, mask=mask, causal=is_causal, precision=precision, config=self.config,
                 backend=self.backend, dropout_rate=dropout_rate if dropping else 0.0, dropout_rng=dropout_rng,
             )  # fmt: skip
+
+
+def _lower_triangle(query: Any, key: Any) -> Any:
+    """Which keys are no later than a query, `(q_len, kv_len)`."""
+    return jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)
 
 
 _reported: set[str] = set()
