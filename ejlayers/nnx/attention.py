@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
 
 from ejkernel_ops import AttentionConfig
 
@@ -116,16 +117,16 @@ class Attention(nnx.Module, Pinned):
 
     def __call__(
         self,
-        x: Any,
+        x: Float[Array, "*batch length in_features"],
         *,
-        positions: Any = None,
-        mask: Any = None,
-        bias: Any = None,
-        segment_ids: Any = None,
-        kv_lengths: Any = None,
+        positions: Int[Array, "*#batch length"] | None = None,
+        mask: Bool[Array, "..."] | None = None,
+        bias: Float[Array, "..."] | None = None,
+        segment_ids: Int[Array, "*batch length"] | None = None,
+        kv_lengths: Int[Array, "*batch"] | None = None,
         deterministic: bool = False,
         decode: bool = False,
-    ) -> Any:
+    ) -> Float[Array, "*batch length out_features"]:
         """From `(..., length, in_features)` to `(..., length, out_features)`.
 
         Args:

@@ -6,6 +6,7 @@ from typing import Any
 
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
 
@@ -36,7 +37,9 @@ class Embed(nnx.Embed, Pinned):
         super().__init__(*args, **kwargs)
         self.pin(config=config, backend=backend)
 
-    def attend(self, query: Any, out_sharding: Any = None) -> Any:
+    def attend(
+        self, query: Float[Array, "*batch features"], out_sharding: Any = None
+    ) -> Float[Array, "*batch num_embeddings"]:
         """Logits `(..., num_embeddings)` of `(..., features)`; the embedding is not copied into another layout."""
         if out_sharding is not None or self.why_not(self):
             return super().attend(query, out_sharding=out_sharding)

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jaxtyping import Array, Float, Int
 
 from ejkernel_ops import LinearCrossEntropyConfig, linear_cross_entropy
 
@@ -73,7 +74,7 @@ class LMHead(nnx.Module, Pinned):
         self.logits_soft_cap, self.dtype, self.precision = logits_soft_cap, dtype, precision
         self.pin(config=config, backend=backend)
 
-    def __call__(self, hidden: Any) -> Any:
+    def __call__(self, hidden: Float[Array, "*batch features"]) -> Float[Array, "*batch vocab_size"]:
         """Logits `(..., vocab_size)` in float32 of hidden states `(..., features)`."""
         hidden, weight, bias, layout = self._operands(hidden)
         with at_path(self.kernel_path):
@@ -82,7 +83,9 @@ class LMHead(nnx.Module, Pinned):
                 precision=self.precision,
             )  # fmt: skip
 
-    def loss(self, hidden: Any, labels: Any, **options: Any) -> Any:
+    def loss(
+        self, hidden: Float[Array, "*batch features"], labels: Int[Array, "*batch"], **options: Any
+    ) -> Float[Array, ""] | Float[Array, "*batch"]:
         """The cross-entropy of labels `(...)`; options as `ejkernel_ops.linear_cross_entropy`: `z_loss` and so on."""
         hidden, weight, bias, layout = self._operands(hidden)
         with at_path(self.kernel_path):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
+from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
 
@@ -53,7 +54,9 @@ class Linear(nnx.Linear, _LinearMap):
         super().__init__(*args, **kwargs)
         self.pin(config=config, backend=backend)
 
-    def __call__(self, inputs: Any, out_sharding: Any = None) -> Any:
+    def __call__(
+        self, inputs: Float[Array, "*batch in_features"], out_sharding: Any = None
+    ) -> Float[Array, "*batch out_features"]:
         """The linear map over the last axis of `(..., in_features)`; returns `(..., out_features)`."""
         if self.dot_general is not lax.dot_general or out_sharding is not None:
             return super().__call__(inputs, out_sharding=out_sharding)
@@ -89,7 +92,7 @@ class LinearGeneral(nnx.LinearGeneral, _LinearMap):
         super().__init__(*args, **kwargs)
         self.pin(config=config, backend=backend)
 
-    def __call__(self, inputs: Any, out_sharding: Any = None) -> Any:
+    def __call__(self, inputs: Float[Array, "..."], out_sharding: Any = None) -> Float[Array, "..."]:
         """The linear map over the layer's axes of an array; the new axes come last."""
         if out_sharding is not None or _custom_product(self):
             return super().__call__(inputs, out_sharding=out_sharding)
@@ -129,7 +132,9 @@ class Einsum(nnx.Einsum, _LinearMap):
         super().__init__(*args, **kwargs)
         self.pin(config=config, backend=backend)
 
-    def __call__(self, inputs: Any, einsum_str: str | None = None, out_sharding: Any = None) -> Any:
+    def __call__(
+        self, inputs: Float[Array, "..."], einsum_str: str | None = None, out_sharding: Any = None
+    ) -> Float[Array, "..."]:
         """The product of inputs and kernel by the equation of the layer, or of the call."""
         product = einsum_as_linear(self.einsum_str if einsum_str is None else einsum_str, jnp.ndim(inputs))
         if product is None or out_sharding is not None or self.einsum_op is not jnp.einsum:

@@ -6,6 +6,7 @@ from typing import Any
 
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jaxtyping import Array, Float
 
 from ejkernel_ops import GatedLinearConfig, gated_linear
 
@@ -76,7 +77,7 @@ class GatedMLP(nnx.Module, Pinned):
         self.activation, self.dtype, self.precision = activation, dtype, precision
         self.pin(config=config, backend=backend)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
         """From `(..., in_features)` to `(..., out_features)`."""
         parameters = (self.gate.kernel, self.up.kernel, self.gate.bias, self.up.bias)
         operands = (x, *(None if p is None else p[...] for p in parameters))

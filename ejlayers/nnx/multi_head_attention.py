@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jaxtyping import Array, Float, Shaped
 
 from ejkernel_ops import AttentionConfig, ConfigError
 from ejkernel_ops.kernels.config import explicit_config
@@ -48,11 +49,11 @@ class KernelAttention:
 
     def __call__(
         self,
-        query: Any,
-        key: Any,
-        value: Any,
-        bias: Any = None,
-        mask: Any = None,
+        query: Float[Array, "*batch q_len num_heads head_dim"],
+        key: Float[Array, "*batch kv_len num_kv_heads head_dim"],
+        value: Float[Array, "*batch kv_len num_kv_heads v_dim"],
+        bias: Float[Array, "..."] | None = None,
+        mask: Shaped[Array, "..."] | None = None,
         broadcast_dropout: bool = True,
         dropout_rng: Any = None,
         dropout_rate: float = 0.0,
@@ -62,7 +63,7 @@ class KernelAttention:
         module: Any = None,
         promote_dtype: Any = dtypes.promote_dtype,
         is_causal: bool = False,
-    ) -> Any:
+    ) -> Float[Array, "*batch q_len num_heads v_dim"]:
         """Attention as `nnx.dot_product_attention` computes it; rows without a visible key give 0."""
         dropping = dropout_rate > 0.0 and not deterministic
         if module is not None or (dropping and broadcast_dropout):
@@ -127,9 +128,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     def __call__(
         self,
-        inputs_q: Any,
-        inputs_k: Any = None,
-        inputs_v: Any = None,
+        inputs_q: Float[Array, "*batch q_len in_features"],
+        inputs_k: Float[Array, "*batch kv_len in_kv_features"] | None = None,
+        inputs_v: Float[Array, "*batch kv_len in_kv_features"] | None = None,
         *,
         mask: Any = None,
         deterministic: bool | None = None,
@@ -139,7 +140,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         is_causal: bool = False,
         out_sharding: Any = None,
         qkv_sharding: Any = None,
-    ) -> Any:
+    ) -> Float[Array, "*batch q_len out_features"]:
         """Attention of `(..., length, in_features)`; with `decode`, of the next tokens, one or more, with a cache."""
         decoding = self.decode if decode is None else decode
         quiet = self.dropout_rate == 0 or (self.deterministic if deterministic is None else deterministic)

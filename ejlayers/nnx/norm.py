@@ -6,6 +6,7 @@ from typing import Any
 
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jaxtyping import Array, Float
 
 from ejkernel_ops import NormConfig, layer_norm, rms_norm
 
@@ -56,7 +57,7 @@ class RMSNorm(nnx.RMSNorm, _Norm):
         super().__init__(*args, **kwargs)
         self.pin(config=config, backend=backend)
 
-    def __call__(self, x: Any, mask: Any = None) -> Any:
+    def __call__(self, x: Float[Array, "*batch num_features"], mask: Any = None) -> Float[Array, "*batch num_features"]:
         """The norm of `(..., num_features)`."""
         if mask is not None or self.why_not(self):
             return super().__call__(x, mask)
@@ -86,7 +87,9 @@ class LayerNorm(nnx.LayerNorm, _Norm):
         super().__init__(*args, **kwargs)
         self.pin(config=config, backend=backend)
 
-    def __call__(self, x: Any, *, mask: Any = None) -> Any:
+    def __call__(
+        self, x: Float[Array, "*batch num_features"], *, mask: Any = None
+    ) -> Float[Array, "*batch num_features"]:
         """The norm of `(..., num_features)`."""
         if mask is not None or self.why_not(self):
             return super().__call__(x, mask=mask)

@@ -15,8 +15,8 @@ from .kernels import GATED_LINEAR, GatedLinearConfig
 
 def gated_linear(
     x: Float[Array, "*rows in_features"],
-    gate_weight: Float[Array, "in_features out_features"],
-    up_weight: Float[Array, "in_features out_features"] | None = None,
+    gate_weight: Float[Array, "in_features gate_features"] | Float[Array, "gate_features in_features"],
+    up_weight: Float[Array, "in_features out_features"] | Float[Array, "out_features in_features"] | None = None,
     *,
     gate_bias: Float[Array, "out_features"] | None = None,  # noqa: F821
     up_bias: Float[Array, "out_features"] | None = None,  # noqa: F821

@@ -16,7 +16,7 @@ from .kernels import LINEAR, LinearConfig
 
 def linear(
     x: Float[Array, "*rows in_features"],
-    weight: Float[Array, "in_features out_features"],
+    weight: Float[Array, "in_features out_features"] | Float[Array, "out_features in_features"],
     bias: Float[Array, "out_features"] | None = None,  # noqa: F821
     *,
     activation: str | None = None,

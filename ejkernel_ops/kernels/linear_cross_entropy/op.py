@@ -21,7 +21,7 @@ from .loss import IGNORED, Loss
 
 def linear_cross_entropy(
     hidden: Float[Array, "*rows features"],
-    weight: Float[Array, "features vocab"],
+    weight: Float[Array, "features vocab"] | Float[Array, "vocab features"],
     labels: Int[Array, "*rows"],
     *,
     bias: Float[Array, "vocab"] | None = None,  # noqa: F821
