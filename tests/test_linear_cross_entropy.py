@@ -27,7 +27,7 @@ from ejkernel_ops import (
 )
 from ejkernel_ops.kernels import LINEAR_CROSS_ENTROPY
 from ejkernel_ops.registry import find_call
-from ejkernel_ops.utils.meta import split_label
+from ejkernel_ops.utils.meta import call_sites, split_label
 
 from .reference import assert_as_good_as_plain, case_name, pairwise
 from .reference import linear_cross_entropy as reference
@@ -373,6 +373,30 @@ def test_transforms_of_it_are_those_of_the_plain_loss(name, config):
     got, want = (jax.jit(make(fn))(*given) for fn in (ours, plain))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_batch_of_losses_is_one_kernel_and_one_gradient_of_the_weight(reduction):
+    arrays, labels, _ = inputs((4, 3), 5, 11)
+
+    def loss(hidden, labels, token_weights, weight):
+        options = {"bias": arrays["bias"], "token_weights": token_weights, "reduction": reduction}
+        return linear_cross_entropy(hidden, weight, labels, **options).sum()
+
+    def batch(hidden, weight):
+        return jax.vmap(loss, (0, 0, 0, None))(hidden, labels, arrays["token_weights"], weight).sum()
+
+    def one_by_one(hidden, weight):
+        return sum(loss(*given, weight) for given in zip(hidden, labels, arrays["token_weights"]))
+
+    given = arrays["hidden"], arrays["weight"]
+    got, want = (jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))(*given) for fn in (batch, one_by_one))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    sites = call_sites(jax.jit(jax.grad(batch, argnums=(0, 1))).lower(*given))
+    assert sorted((split_label(site.label)[0], site.executions) for site in sites) == [
+        ("linear_cross_entropy@v1", 1), ("linear_cross_entropy_bwd@v1", 1),
+    ]  # fmt: skip
 
 
 def test_a_gradient_outside_of_jit_is_that_inside():

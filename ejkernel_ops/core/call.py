@@ -92,6 +92,17 @@ class Call:
         values = jax.tree.unflatten(self.treedef, leaves)
         return inspect.BoundArguments(self.kernel.signature, dict(zip(self.names, values)))  # type: ignore[arg-type]
 
+    def by_rows(self, operands: Sequence[Any]) -> Call | None:
+        """The call that gives for each row what this one's output is the sum of, if there is one."""
+        if self.residuals or self.forward is not None:
+            return None
+        bound = self.arguments([jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in operands])
+        changed = self.kernel.by_rows(bound.kwargs, dict(self.explicit).get(self.kernel.op_id))
+        if changed is None:
+            return None
+        kwargs = {**bound.kwargs, **changed}
+        return make_call(self.kernel, bound.args, kwargs, self.explicit, self.snapshot, self.generation)[0]
+
     def method(self, cfg: Any, operands: Sequence[Any], platform: str | None = None) -> Any:
         """The method of the kernel that computes the output with a config."""
         name = "fwd_with_residuals" if self.residuals else "run"

@@ -173,6 +173,14 @@ class Kernel(Generic[Cfg, Out]):
         """A predicted time of a config, in any unit: tuning tries cheap ones first; `None`: no idea."""
         return None
 
+    def by_rows(self, kwargs: dict[str, Any], cfg: Any) -> dict[str, Any] | None:
+        """Keyword arguments with which a call gives for each row what its one output is the sum of; `None`: none are.
+
+        `jax.vmap` then makes one call of all examples' rows, where operands that rows share are shared by them too.
+        Given are the keyword arguments of the call, and the config that its caller pins, or `None`.
+        """
+        return None
+
     def odd_calls(self, inv: Invocation) -> Iterable[Invocation]:
         """Calls like this one with odd lengths, at which a winner must be right too; default: a row less."""
         if self.rows is None or len(self.rows) != len(inv.args):

@@ -273,7 +273,12 @@ def _transpose(cotangents, *args, call: Call, live: tuple[bool, ...]):
 
 
 def _batch_kernel(args, dims, *, call: Call):
-    tree, types = _output(call, tuple(_without_axis(x, d) for x, d in zip(args, dims)))
+    operands = tuple(_without_axis(x, d) for x, d in zip(args, dims))
+    rows_alone = all(kind is True or d is None for kind, d in zip(call.kinds, dims))
+    if rows_alone and (each := call.by_rows(operands)) is not None:
+        [out], [axis] = _batch_kernel(args, dims, call=each)
+        return [out.sum(1 - axis)], [0]
+    tree, types = _output(call, operands)
     out_kinds = _out_kinds(call, tree, len(types))
     return fold_or_loop(functools.partial(kernel_p.bind, call=call), args, dims, call.kinds, out_kinds, types)
 

@@ -282,6 +282,7 @@ class LinearCrossEntropyForward(Kernel):
     fields = {"xla": ("fwd.blocksize_m", "fwd.blocksize_n", "recompute")}
     backward = LinearCrossEntropyBackward()
     tune_with_backward = True
+    rows, out_rows = (True, False, True, False, True), (True,)
 
     def narrow(self, cfg: LinearCrossEntropyConfig) -> LinearCrossEntropyConfig:
         """The forward part of an op's config."""
@@ -311,6 +312,11 @@ class LinearCrossEntropyForward(Kernel):
             if cfg.fwd.blocksize_n < (vocab := _sizes(inv)[1]):
                 return f"recompute=False takes chunks of the whole vocabulary, blocksize_n={vocab}"
         return _missing(cfg.fwd)
+
+    def by_rows(self, kwargs: dict[str, Any], cfg: LinearCrossEntropyConfig | None) -> dict[str, Any] | None:
+        """A loss for each row, unless the caller wants gradients made in the forward, which cannot be."""
+        made_here = cfg is not None and cfg.recompute is False
+        return {"reduce": False} if kwargs["reduce"] and not made_here else None
 
     def odd_calls(self, inv: Invocation) -> list[Invocation]:
         """One with an odd count of rows."""
