@@ -48,6 +48,10 @@ class TreeAdapter:
         """A copy of modules that shares their parameters."""
         raise NotImplementedError
 
+    def alike(self, path: str, module: Any) -> Any:
+        """Outermost modules with an equal answer are shown by the same paths; by default none is."""
+        return path
+
     def swapped(self, model: Any, plan: Plan) -> Any:
         """The model with ours for the stock layers that a plan takes."""
         decisions = {}
@@ -75,9 +79,10 @@ class TreeAdapter:
 
     def reverted(self, model: Any) -> Any:
         """The model with its stock layers back."""
-        _reasons.pop(id(model), None)
         ours = [path for path, module in self.modules(model) if type(module) in self.replacements.values()]
-        return self.changed(model, dict.fromkeys(ours, self.to_stock))
+        stock = self.changed(model, dict.fromkeys(ours, self.to_stock))
+        _reasons.pop(id(stock), None)  # a model that was not changed in place keeps its own
+        return stock
 
     def original(self, model: Any) -> Any:
         """A stock model over the same parameters."""
@@ -114,11 +119,13 @@ class TreeAdapter:
 
     def with_paths(self, tree: Any) -> Any:
         """A copy of a pytree in which each of our modules knows its path; the copy shares all arrays."""
-        tree, changes = self.twin(tree), {}
-        root = min((path for path, _ in self.modules(tree)), key=len, default="")
+        tree, changes, names, root = self.twin(tree), {}, {}, None
         for path, module in self.modules(tree):
+            if root is None or not f"{path}.".startswith(root):  # an outermost module; the first one needs no name
+                root = f"{path}." if path else ""
+                name = names.setdefault(self.alike(path, module), path if names else "")
             if isinstance(module, self.layers):
-                shown = path.removeprefix(root).strip(".") or type(module).__name__
+                shown = f"{name}.{f'{path}.'.removeprefix(root)}".strip(".") or type(module).__name__
                 changes[path] = lambda module, shown=shown: module.pin(path=shown)
         return self.changed(tree, changes) if changes else tree
 
