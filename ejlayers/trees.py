@@ -119,15 +119,29 @@ class TreeAdapter:
 
     def with_paths(self, tree: Any) -> Any:
         """A copy of a pytree in which each of our modules knows its path; the copy shares all arrays."""
-        tree, changes, names, root = self.twin(tree), {}, {}, None
-        for path, module in self.modules(tree):
-            if root is None or not f"{path}.".startswith(root):  # an outermost module; the first one needs no name
-                root = f"{path}." if path else ""
-                name = names.setdefault(self.alike(path, module), path if names else "")
+        tree, changes, names = self.twin(tree), {}, {}
+        modules = list(self.modules(tree))
+        roots = _outermost(modules)
+        for path in sorted(roots, key=len):
+            names.setdefault(self.alike(path, roots[path]), path if names else "")  # the first one needs no name
+        root = name = ""
+        for path, module in modules:
+            if path in roots:
+                root, name = path, names[self.alike(path, module)]
             if isinstance(module, self.layers):
-                shown = f"{name}.{f'{path}.'.removeprefix(root)}".strip(".") or type(module).__name__
+                shown = f"{name}{path.removeprefix(root)}".strip(".") or type(module).__name__
                 changes[path] = lambda module, shown=shown: module.pin(path=shown)
         return self.changed(tree, changes) if changes else tree
+
+
+def _outermost(modules: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The modules that are inside no other one, by path, of a list in which children follow their parents."""
+    found: dict[str, Any] = {}
+    for path, module in modules:
+        last = next(reversed(found), None)
+        if last is None or not (last == "" or f"{path}.".startswith(f"{last}.")):
+            found[path] = module
+    return found
 
 
 def _remember(model: Any, reasons: dict[str, str]) -> None:

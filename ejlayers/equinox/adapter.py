@@ -65,7 +65,7 @@ class EquinoxAdapter(TreeAdapter):
     def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict) -> tuple[Any, Any]:
         """Outputs of a model, and gradients of a combination of them with respect to parameters and float inputs."""
         params, rest = eqx.partition(model, eqx.is_inexact_array)
-        return value_and_grads(lambda p, *args, **kw: eqx.combine(p, rest)(*args, **kw), params, inputs, kwargs)
+        return value_and_grads(lambda p, args, kw: eqx.combine(p, rest)(*args, **kw), params, inputs, kwargs)
 
 
 def _modules(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
