@@ -1,6 +1,7 @@
 """Drop-in layers for JAX models, with kernels that are tuned on your own train step.
 
-`ejlayers.nnx` has the layers for Flax NNX, `ejlayers.equinox` those for Equinox; importing `ejlayers` imports no framework.
+`ejlayers.nnx` has the layers for Flax NNX, `ejlayers.equinox` those for Equinox; importing `ejlayers` imports no
+framework.
 """
 
 from __future__ import annotations

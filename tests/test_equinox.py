@@ -1,6 +1,5 @@
 """Layers for Equinox, and what is done around a model: swap, report, tune, explain, check, set_config."""
 
-import collections
 import functools
 import io
 import typing
@@ -14,7 +13,8 @@ import pytest
 
 import ejkernel_ops as ek
 import ejlayers
-from ejkernel_ops.utils.meta import call_sites
+
+from .ops import kernels_of
 
 WIDTH, LENGTH = 16, 9
 KEY = jax.random.key(3)
@@ -90,14 +90,6 @@ def same_leaves(a, b):
         assert np.array_equal(x, y)
 
 
-def ops(fn, *args):
-    """How often each kernel runs in a function of arrays and models."""
-    counts = collections.Counter()
-    for site in call_sites(eqx.filter_jit(fn).lower(*args)):
-        counts[site.label.split("#")[1].split("@")[0]] += site.executions
-    return dict(counts)
-
-
 # Layers
 
 LAYERS = {
@@ -137,7 +129,7 @@ def test_same_key_gives_the_same_leaves_and_results(name):
     report = ejlayers.check(stock, ours, *inputs)
     assert report.output_abs < 1e-5
     assert report.grad_rel < 1e-4
-    assert len(ops(lambda layer, *xs: layer(*xs), ours, *inputs)) == 1  # children of attention are not swapped
+    assert len(kernels_of(lambda layer, *xs: layer(*xs), ours, *inputs)) == 1  # children of attention are not swapped
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -187,7 +179,7 @@ def test_a_batch_is_one_kernel_call_with_one_gradient(name):
         def loss(both, run=run):
             return jnp.square(run(both[0])(*both[1])).sum()
 
-        counts = ops(eqx.filter_grad(loss), (layer, xs))
+        counts = kernels_of(eqx.filter_grad(loss), (layer, xs))
         forward = next(op for op in counts if not op.endswith("_bwd"))
         assert counts == {forward: 1, f"{forward}_bwd": 1}
 
@@ -289,9 +281,9 @@ def test_what_no_kernel_takes_computes_as_the_stock_layer():
     np.testing.assert_array_equal(stock(x), ours(x))
     assert ejlayers.report(ejlayers.swap(stock)).rows[0].note == "weight is complex64"
     whole = jnp.array([1, 2, 3])
-    for name in ("Linear", "LayerNorm"):
-        a, b = (getattr(m, name)(3, **({"out_features": 2, "key": KEY} if name == "Linear" else {})) for m in (eqx.nn, OURS))
-        np.testing.assert_array_equal(a(whole), b(whole))
+    for cls, args, kwargs in (("Linear", (3, 2), {"key": KEY}), ("LayerNorm", (3,), {})):
+        stock, ours = (getattr(module, cls)(*args, **kwargs) for module in (eqx.nn, OURS))
+        np.testing.assert_array_equal(stock(whole), ours(whole))
 
 
 # Norms and rotary embedding
@@ -335,7 +327,7 @@ def test_positions_start_at_the_offset():
         np.testing.assert_allclose(run(X[0], offset), want, atol=1e-4)
     each = jax.vmap(lambda x, n: layer(x, offset=n))
     np.testing.assert_allclose(each(X, jnp.array([3, 5]))[1], layer(X[1], offset=5), atol=1e-5)
-    assert ops(each, X, jnp.array([3, 5])) == {"rotary_embedding": 1}
+    assert kernels_of(each, X, jnp.array([3, 5])) == {"rotary_embedding": 1}
     with pytest.raises(TypeError, match="offset is float32; expected an integer"):
         layer(X[0], offset=1.0)
     with pytest.raises(ValueError, match=r"offset has shape \(2,\); expected one integer"):
@@ -370,7 +362,7 @@ def test_attention_honours_every_argument(name):
     np.testing.assert_allclose(ours(X[0], X[1], X[1], **call), stock(X[0], X[1], X[1], **call), atol=1e-5)
     batched = functools.partial(jax.vmap(lambda x, mask: ours(x, x, x, **call | {"mask": mask}), (0, None)), X)
     if "mask" in call:
-        assert ops(batched, jnp.asarray(call["mask"])) == {"flash_attention": 1}
+        assert kernels_of(batched, jnp.asarray(call["mask"])) == {"flash_attention": 1}
 
 
 def test_a_query_that_sees_no_key_gives_0_and_no_gradient():

@@ -38,6 +38,9 @@ class Linear(Pinned, eqx.nn.Linear):
 
     config_type = LinearConfig
 
+    def __init__(self, *args: Any, config: LinearConfig | None = None, backend: str | None = None, **kwargs: Any):
+        super().__init__(*args, config=config, backend=backend, **kwargs)
+
     def __call__(self, x: Any, *, key: Any = None) -> Any:
         """The linear map of `(in_features,)`, or of a scalar where `in_features` is "scalar"; `key` has no effect."""
         x = jnp.asarray(x)

@@ -37,8 +37,8 @@ class GatedMLP(Pinned):
 
     Example:
         >>> layer = GatedMLP(3, 8, key=jax.random.key(0))
-        >>> jax.vmap(layer)(jax.random.normal(jax.random.key(1), (2, 3))).shape
-        (2, 3)
+        >>> layer(jax.random.normal(jax.random.key(1), (5, 3))).shape
+        (5, 3)
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """
@@ -72,12 +72,10 @@ class GatedMLP(Pinned):
         self.activation = activation
 
     def __call__(self, x: Any, *, key: Any = None) -> Any:
-        """From `(in_features,)` to `(out_features,)`; `key` has no effect."""
-        if jnp.ndim(x) != 1:
-            raise ValueError(f"x has shape {jnp.shape(x)}; expected (in_features,): for more than one use jax.vmap")
+        """From `(..., in_features)` to `(..., out_features)`, a vector or any number of them; `key` has no effect."""
         with at_path(self.kernel_path):
             hidden = gated_linear(
                 x, self.gate.weight, self.up.weight, gate_bias=self.gate.bias, up_bias=self.up.bias,
                 activation=self.activation, weight_layout="oi", config=self.config, backend=self.backend,
             )  # fmt: skip
-        return self.down(hidden)
+        return jnp.vectorize(self.down, signature="(hidden)->(out)")(hidden)

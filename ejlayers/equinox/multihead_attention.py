@@ -45,6 +45,9 @@ class MultiheadAttention(Pinned, eqx.nn.MultiheadAttention):
 
     config_type = AttentionConfig
 
+    def __init__(self, *args: Any, config: AttentionConfig | None = None, backend: str | None = None, **kwargs: Any):
+        super().__init__(*args, config=config, backend=backend, **kwargs)
+
     def __call__(
         self,
         query: Any,

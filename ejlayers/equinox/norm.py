@@ -29,7 +29,7 @@ class _Norm(Pinned):
         if x.shape != self.shape:
             raise ValueError(f"x has shape {x.shape}; expected {self.shape}: for more than one use jax.vmap(layer)(x)")
         if no_kernel(x=x) or self.why_not(self):
-            return super().__call__(x, *given, key=key)
+            return super().__call__(x, *given, key=key)  # pyright: ignore[reportAttributeAccessIssue]
         parameters = (self.weight if self.use_weight else None, self.bias if self.use_bias else None)
         rows = (None if a is None else a.reshape(x.size) for a in (x, *parameters))
         with at_path(self.kernel_path):
@@ -64,6 +64,9 @@ class LayerNorm(_Norm, eqx.nn.LayerNorm):
 
     kernel = staticmethod(layer_norm)
 
+    def __init__(self, *args: Any, config: NormConfig | None = None, backend: str | None = None, **kwargs: Any):
+        super().__init__(*args, config=config, backend=backend, **kwargs)
+
 
 class RMSNorm(_Norm, eqx.nn.RMSNorm):
     """`eqx.nn.RMSNorm` as a tunable kernel; same parameters, same leaves, same results.
@@ -86,3 +89,6 @@ class RMSNorm(_Norm, eqx.nn.RMSNorm):
     """
 
     kernel = staticmethod(rms_norm)
+
+    def __init__(self, *args: Any, config: NormConfig | None = None, backend: str | None = None, **kwargs: Any):
+        super().__init__(*args, config=config, backend=backend, **kwargs)

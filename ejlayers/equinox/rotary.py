@@ -40,6 +40,9 @@ class RotaryPositionalEmbedding(Pinned, eqx.nn.RotaryPositionalEmbedding):
 
     config_type = RotaryConfig
 
+    def __init__(self, *args: Any, config: RotaryConfig | None = None, backend: str | None = None, **kwargs: Any):
+        super().__init__(*args, config=config, backend=backend, **kwargs)
+
     def __call__(self, x: Any, *, offset: Any = 0, key: Any = None) -> Any:
         """The tokens `(length, embedding_size)` turned by their positions.
 
