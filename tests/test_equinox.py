@@ -360,9 +360,16 @@ def test_attention_honours_every_argument(name):
     call = ATTENTION[name]
     stock, ours = (m.MultiheadAttention(4, WIDTH, dropout_p=0.5, inference=True, key=KEY) for m in (eqx.nn, OURS))
     np.testing.assert_allclose(ours(X[0], X[1], X[1], **call), stock(X[0], X[1], X[1], **call), atol=1e-5)
-    batched = functools.partial(jax.vmap(lambda x, mask: ours(x, x, x, **call | {"mask": mask}), (0, None)), X)
-    if "mask" in call:
-        assert kernels_of(batched, jnp.asarray(call["mask"])) == {"flash_attention": 1}
+    batch = jax.vmap(lambda x: ours(x, x, x, **call))
+    assert kernels_of(lambda x: batch(x), X) == {"flash_attention": 1}
+
+
+def test_each_example_may_have_its_own_mask():
+    layer, masks = OURS.MultiheadAttention(4, WIDTH, key=KEY), jnp.stack([CAUSAL, CAUSAL.T])
+    batch = jax.vmap(lambda x, mask: layer(x, x, x, mask))
+    want = [layer(x, x, x, mask) for x, mask in zip(X, masks)]
+    np.testing.assert_allclose(batch(X, masks), jnp.stack(want), atol=1e-5)
+    assert kernels_of(lambda x, masks: batch(x, masks), X, masks) == {"flash_attention": 1}
 
 
 def test_a_query_that_sees_no_key_gives_0_and_no_gradient():
@@ -404,21 +411,22 @@ def test_dropout_differs_by_key_example_and_head_and_keeps_the_mean():
     assert np.any(kept[0] != kept[1])
 
 
+class Kept(eqx.Module):
+    """In place of the last projection: the outputs of the heads as they are."""
+
+    def __call__(self, x):
+        return x
+
+
 def weights_kept(layer):
-    """Which probabilities each head keeps: values are unit vectors, and outputs are the heads'."""
+    """Which probabilities each head keeps: values are unit vectors, and outputs those of the heads."""
     eye = jnp.eye(LENGTH)
-    seen = {}
 
     def process(query, key, value):
         return 0 * query, key, jnp.broadcast_to(eye[:, None], value.shape)
 
-    class Kept(eqx.Module):
-        def __call__(self, x):
-            return x
-
-    layer = eqx.tree_at(lambda m: m.output_proj, layer, Kept())
-    seen = layer(eye, eye, eye, key=KEY, process_heads=process)
-    return np.asarray(seen.reshape(LENGTH, 2, LENGTH).swapaxes(0, 1) > 0)
+    out = eqx.tree_at(lambda m: m.output_proj, layer, Kept())(eye, eye, eye, key=KEY, process_heads=process)
+    return np.asarray(out.reshape(LENGTH, 2, LENGTH).swapaxes(0, 1) > 0)
 
 
 def test_inference_mode_turns_dropout_off():
