@@ -1,6 +1,7 @@
 """Drop-in layers for JAX models, with kernels that are tuned on your own train step.
 
-`ejlayers.nnx` has the layers for Flax NNX; importing `ejlayers` imports no framework.
+`ejlayers.nnx` has the layers for Flax NNX, `ejlayers.equinox` those for Equinox; importing `ejlayers` imports no
+framework.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ejkernel_ops import GatedLinearConfig as GatedLinearConfig
 from ejkernel_ops import LinearConfig as LinearConfig
 from ejkernel_ops import LinearCrossEntropyConfig as LinearCrossEntropyConfig
 from ejkernel_ops import NormConfig as NormConfig
+from ejkernel_ops import RotaryConfig as RotaryConfig
 from ejkernel_ops import RotaryScaling as RotaryScaling
 
 from .check import check as check
@@ -31,6 +33,7 @@ from .swap import swap as swap
 from .tune import tune as tune
 
 if TYPE_CHECKING:
+    from . import equinox as equinox
     from . import nnx as nnx
 
 

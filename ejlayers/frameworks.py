@@ -11,7 +11,10 @@ from ejkernel_ops import ConfigError
 
 from .plan import Plan, Row, RuleBook
 
-_OURS = {"flax.nnx": "ejlayers.nnx.adapter"}  # framework module -> our module whose ADAPTER it is
+_OURS = {  # framework module -> our module whose ADAPTER it is
+    "flax.nnx": "ejlayers.nnx.adapter",
+    "equinox": "ejlayers.equinox.adapter",
+}
 FRAMEWORKS = tuple(name.split(".")[1] for name in _OURS.values())
 _MODULES = tuple(f"{name}.Module" for name in _OURS)
 

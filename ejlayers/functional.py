@@ -18,6 +18,7 @@ from ejkernel_ops import (
     LinearConfig,
     LinearCrossEntropyConfig,
     NormConfig,
+    RotaryConfig,
     RotaryScaling,
     flash_attention,
     linear,
@@ -26,7 +27,7 @@ from ejkernel_ops import (
 from ejkernel_ops.core.snapshot import current, entered
 from ejkernel_ops.kernels.config import as_array
 
-CONFIGS = (AttentionConfig, LinearConfig, GatedLinearConfig, NormConfig, LinearCrossEntropyConfig)
+CONFIGS = (AttentionConfig, LinearConfig, GatedLinearConfig, NormConfig, RotaryConfig, LinearCrossEntropyConfig)
 
 
 def at_path(path: str | None) -> contextlib.AbstractContextManager:

@@ -22,7 +22,26 @@ def jitted(step: Any, args: tuple, kwargs: dict) -> Any:
 
 def lower(step: Any, args: tuple, kwargs: dict) -> Any:
     """The lowered program of a step. Arguments may be abstract."""
-    return jitted(step, args, kwargs).lower(*args, **kwargs)
+    step, eqx = jitted(step, args, kwargs), sys.modules.get("equinox")
+    if eqx is not None and isinstance(step, eqx.Module) and is_abstract((args, kwargs)):
+        return _lower_filtered(eqx, step, args, kwargs)
+    return step.lower(*args, **kwargs)
+
+
+def _lower_filtered(eqx: Any, step: Any, args: tuple, kwargs: dict) -> Any:
+    """The program of an `eqx.filter_jit`, which takes abstract arrays for constants, inside that of a `jax.jit`."""
+    arrays, rest = eqx.partition((args, kwargs), lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
+
+    def run(arrays):
+        args, kwargs = eqx.combine(arrays, rest)
+        return eqx.filter(step(*args, **kwargs), eqx.is_array)
+
+    return jax.jit(run).lower(arrays)
+
+
+def is_abstract(tree: Any) -> bool:
+    """Whether a pytree has arrays that are only described."""
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
 
 
 def copied(tree: Any) -> Any:

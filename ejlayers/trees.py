@@ -48,6 +48,10 @@ class TreeAdapter:
         """A copy of modules that shares their parameters."""
         raise NotImplementedError
 
+    def alike(self, path: str, module: Any) -> Any:
+        """Outermost modules with an equal answer are shown by the same paths; by default none is."""
+        return path
+
     def swapped(self, model: Any, plan: Plan) -> Any:
         """The model with ours for the stock layers that a plan takes."""
         decisions = {}
@@ -75,8 +79,9 @@ class TreeAdapter:
 
     def reverted(self, model: Any) -> Any:
         """The model with its stock layers back."""
-        _reasons.pop(id(model), None)
-        return self._with_stock(model, except_path=None)
+        stock = self._with_stock(model, except_path=None)
+        _reasons.pop(id(stock), None)  # a model that was not changed in place keeps its own
+        return stock
 
     def original(self, model: Any) -> Any:
         """A stock model over the same parameters."""
@@ -121,13 +126,29 @@ class TreeAdapter:
 
     def with_paths(self, tree: Any) -> Any:
         """A copy of a pytree in which each of our modules knows its path; the copy shares all arrays."""
-        tree, changes = self.twin(tree), {}
-        root = min((path for path, _ in self.modules(tree)), key=len, default="")
-        for path, module in self.modules(tree):
+        tree, changes, names = self.twin(tree), {}, {}
+        modules = list(self.modules(tree))
+        roots = _outermost(modules)
+        for path in sorted(roots, key=len):
+            names.setdefault(self.alike(path, roots[path]), path if names else "")  # the first one needs no name
+        root = name = ""
+        for path, module in modules:
+            if path in roots:
+                root, name = path, names[self.alike(path, module)]
             if isinstance(module, self.layers):
-                shown = path.removeprefix(root).strip(".") or type(module).__name__
+                shown = f"{name}{path.removeprefix(root)}".strip(".") or type(module).__name__
                 changes[path] = lambda module, shown=shown: module.pin(path=shown)
         return self.changed(tree, changes) if changes else tree
+
+
+def _outermost(modules: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The modules that are inside no other one, by path, of a list in which children follow their parents."""
+    found: dict[str, Any] = {}
+    for path, module in modules:
+        last = next(reversed(found), None)
+        if last is None or not (last == "" or f"{path}.".startswith(f"{last}.")):
+            found[path] = module
+    return found
 
 
 def _remember(model: Any, reasons: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ from ejkernel_ops.execution.failures import first_line
 from ejkernel_ops.execution.measure import BUSY, spread
 from ejkernel_ops.execution.progress import Progress
 
-from .steps import copied, jitted
+from .steps import copied, is_abstract, jitted, lower
 
 _ROUNDS, _BUDGET_S = 9, 20.0
 _MIN_GAIN, _MAX_LOSS = 0.01, 0.005  # of a step's time: below the one its ops are suspects, above the other they go
@@ -62,18 +62,14 @@ def tune(
     selector = require_chain(default_selector() if selector is None else selector)
     step = jitted(step, args, kwargs)
     with Progress(selector, shown=progress):
-        result = autotune_lowered(selector, step.lower(*args, **kwargs), progress=progress)
-        if not whole_step or not result.entries or _is_abstract((args, kwargs)):
+        result = autotune_lowered(selector, lower(step, args, kwargs), progress=progress)
+        if not whole_step or not result.entries or is_abstract((args, kwargs)):
             return result
         try:
             return _WholeStep(step, args, kwargs, selector).pruned(result)
         except Exception as error:  # what a step may raise is endless, and minutes of tuning must not be lost to it
             note = f"the whole step could not be timed: {first_line(error)}"
         return dataclasses.replace(result, notes=(*result.notes, note))
-
-
-def _is_abstract(tree: Any) -> bool:
-    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
 
 
 class _WholeStep:

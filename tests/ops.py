@@ -1,7 +1,9 @@
 """The ops, what they are compared with, and how: shared by the tests of transforms and of sharding."""
 
+import collections
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,3 +120,11 @@ def recorded():
 def runs(lowered):
     """How often each kernel runs."""
     return {split_label(site.label)[0]: site.executions for site in call_sites(lowered)}
+
+
+def kernels_of(fn, *args):
+    """How often each kernel runs in a function of arrays and Equinox models, all of its calls together."""
+    counts = collections.Counter()
+    for site in call_sites(eqx.filter_jit(fn).lower(*args)):
+        counts[split_label(site.label)[0].split("@")[0]] += site.executions
+    return dict(counts)

@@ -12,7 +12,7 @@ import pytest
 from ejkernel_ops.environment import VARIABLES
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("ejkernel_ops", "ejlayers", "ejlayers.nnx")
+PACKAGES = ("ejkernel_ops", "ejlayers", "ejlayers.nnx", "ejlayers.equinox")
 OPS = ("flash_attention", "linear", "rotary_embedding")
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example|Source):", re.MULTILINE)
 SOURCES = sorted(path for package in ("ejkernel_ops", "ejlayers") for path in (ROOT / package).rglob("*.py"))

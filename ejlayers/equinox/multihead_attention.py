@@ -1,0 +1,125 @@
+"""Multi-head attention for Equinox."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ejkernel_ops import AttentionConfig
+
+from ..functional import at_path, attend
+from .dropout import dropout_key
+from .pinned import Pinned
+
+
+class MultiheadAttention(Pinned, eqx.nn.MultiheadAttention):
+    """`eqx.nn.MultiheadAttention` whose attention is a tunable kernel; same parameters, same leaves, same results.
+
+    Takes all of the stock constructor's arguments; the projections are stock layers until `swap` replaces them. Under
+    `jax.vmap`, nested or not, a batch is one kernel call. Queries that may see no key give 0, where Equinox gives the
+    mean of the values. Dropout draws other bits than Equinox's, as many and for each head its own; one with a
+    probability that is traced, or 1, runs as Equinox's own.
+
+    Args:
+        *args: as `eqx.nn.MultiheadAttention`.
+        config: back end and tile sizes of the attention; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+        **kwargs: as `eqx.nn.MultiheadAttention`.
+
+    Raises:
+        ConfigError: a config of another type or for another back end.
+
+    Example:
+        >>> import jax
+        >>> layer = MultiheadAttention(2, 8, key=jax.random.key(0))
+        >>> x = jax.random.normal(jax.random.key(1), (4, 3, 8))
+        >>> jax.vmap(layer)(x, x, x).shape
+        (4, 3, 8)
+    """
+
+    config_type = AttentionConfig
+
+    def __init__(self, *args: Any, config: AttentionConfig | None = None, backend: str | None = None, **kwargs: Any):
+        super().__init__(*args, config=config, backend=backend, **kwargs)
+
+    def __call__(
+        self,
+        query: Any,
+        key_: Any,
+        value: Any,
+        mask: Any = None,
+        *,
+        key: Any = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable | None = None,
+    ) -> Any:
+        """Attention of queries to keys.
+
+        Args:
+            query: `(q_seq, query_size)`.
+            key_: `(kv_seq, key_size)`.
+            value: `(kv_seq, value_size)`.
+            mask: `(q_seq, kv_seq)` or `(num_heads, q_seq, kv_seq)`; what is not 0 or False may be seen.
+            key: for dropout.
+            inference: whether dropout is off; default what the module says.
+            deterministic: the same, deprecated by Equinox.
+            process_heads: makes of queries, keys and values `(seq, num_heads, size)` others of the same shapes.
+
+        Returns:
+            `(q_seq, output_size)`.
+
+        Raises:
+            ValueError: shapes that do not fit, or dropout without a key.
+        """
+        if deterministic is not None:
+            warnings.warn("deterministic= is deprecated by Equinox: pass inference=", stacklevel=2)
+            inference = deterministic
+        _check_inputs(query=query, key_=key_, value=value)
+        key, rate = dropout_key(self.dropout, key, inference), self.dropout.p
+        if key is not None and not (isinstance(rate, (int, float)) and rate < 1):
+            return super().__call__(query, key_, value, mask, key=key, inference=False, process_heads=process_heads)
+        inputs = ((self.query_proj, query), (self.key_proj, key_), (self.value_proj, value))
+        heads = tuple(jax.vmap(layer)(x).reshape(len(x), self.num_heads, -1) for layer, x in inputs)
+        heads = heads if process_heads is None else _processed(process_heads, heads)
+        dtype = jnp.result_type(*heads)
+        with at_path(self.kernel_path):
+            out = attend(
+                *(x.astype(dtype) for x in heads), mask=_checked_mask(mask, self.num_heads, len(query), len(key_)),
+                dropout_rate=0.0 if key is None else rate, dropout_rng=key, config=self.config, backend=self.backend,
+            )  # fmt: skip
+        return jax.vmap(self.output_proj)(out.reshape(len(query), math.prod(out.shape[1:])))
+
+
+def _check_inputs(**inputs: Any) -> None:
+    """Refuses inputs with other axes, and values of another length than the keys."""
+    for name, x in inputs.items():
+        if jnp.ndim(x) != 2:
+            raise ValueError(f"{name} has shape {jnp.shape(x)}; expected (length, size): for a batch use jax.vmap")
+    if len(inputs["key_"]) != len(inputs["value"]):
+        raise ValueError(f"key_ has {len(inputs['key_'])} tokens and value {len(inputs['value'])}; expected as many")
+
+
+def _processed(process_heads: Callable, heads: tuple) -> tuple:
+    """What a user's function makes of the heads."""
+    made = tuple(process_heads(*heads))
+    for name, old, new in zip(("queries", "keys", "values"), heads, made, strict=True):
+        if new.shape != old.shape:
+            raise ValueError(f"process_heads made {name} of shape {new.shape}; expected that of before, {old.shape}")
+    return made
+
+
+def _checked_mask(mask: Any, num_heads: int, q_seq: int, kv_seq: int) -> Any:
+    """A mask of one of the two shapes that Equinox takes: no axis broadcasts."""
+    if mask is None:
+        return None
+    mask, shape = jnp.asarray(mask), (q_seq, kv_seq)
+    if mask.shape not in (shape, (num_heads, *shape)):
+        raise ValueError(f"mask has shape {mask.shape}; expected {shape}, or by head {(num_heads, *shape)}")
+    return mask
