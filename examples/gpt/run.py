@@ -62,7 +62,9 @@ class Run:
         console.print(f"[bold]held out[/]  {held_out:.4f} nats per byte")
         console.print("[bold]sample[/]    after 'def ':")
         with result:
-            text = sample(lambda *a: self.training.next_logits(state, *a), b"def ", 240, self.size.context, 0)
+            text = sample(
+                lambda *a: self.training.next_logits(state, *a), b"def ", 240, self.size.context, self.settings.seed
+            )
         console.print(text, markup=False, style="dim")
         charts.tuning_chart(self.folder / "tuning.png", result)
         console.print(f"[bold]wrote[/]     {self.folder}: loss.png tuning.png {RESULT} metrics.csv {CHECKPOINTS}")
