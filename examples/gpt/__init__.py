@@ -1,1 +1,1 @@
-"""A byte-level GPT of stock Flax NNX layers: what `train_gpt.py` is made of."""
+"""A byte-level GPT of stock layers, in three frameworks: what `train_gpt.py` is made of."""

@@ -15,16 +15,16 @@ from ejkernel_ops import AutotuningResult
 _BLUE, _GREY, _ORANGE = "#2a6f97", "#9aa5b1", "#e07a2f"
 
 
-def loss_curve(file: Path, rows: list[dict], final: float) -> None:
-    """Training loss by step, held-out loss where it was measured, the stock model's beside it."""
+def loss_curve(file: Path, rows: list[dict], baseline: str) -> None:
+    """Training loss by step, held-out loss where it was measured, that of the model it is compared with beside it."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     steps = [row["step"] for row in rows]
-    if any(row["stock_loss"] != "" for row in rows):
-        stock = [(row["step"], row["stock_loss"]) for row in rows if row["stock_loss"] != ""]
-        axes.plot(*zip(*stock), color=_ORANGE, linewidth=3, alpha=0.5, label="stock model, training")
+    if rows[0]["baseline_loss"] != "":
+        losses = [row["baseline_loss"] for row in rows]
+        axes.plot(steps, losses, color=_ORANGE, linewidth=3, alpha=0.5, label=f"{baseline} model, training")
     axes.plot(steps, [row["loss"] for row in rows], color=_GREY, linewidth=1, label="training")
     held_out = [(row["step"], row["held_out"]) for row in rows if row["held_out"] != ""]
-    axes.plot(*zip(*held_out), color=_BLUE, marker="o", label=f"held out (last {final:.3f})")
+    axes.plot(*zip(*held_out), color=_BLUE, marker="o", label=f"held out (last {held_out[-1][1]:.3f})")
     low, high = min(row["loss"] for row in rows), sorted(row["loss"] for row in rows)[int(len(rows) * 0.98)]
     axes.set(xlabel="step", ylabel="nats per byte", title="loss", ylim=(0.95 * low, 1.05 * high))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +25,15 @@ class Corpus:
     held_out: np.ndarray
     files: int
 
-    def batches(self, batch: int, context: int, seed: int) -> Iterator[np.ndarray]:
-        """Random windows of `context + 1` bytes, for ever: `(batch, context + 1)` int32."""
-        rng = np.random.default_rng(seed)
-        while True:
-            yield _windows(self.train, rng.integers(0, len(self.train) - context - 1, batch), context)
+    @property
+    def digest(self) -> str:
+        """Tells texts apart."""
+        return hashlib.sha256(self.train.tobytes() + self.held_out.tobytes()).hexdigest()[:16]
+
+    def batch(self, batch: int, context: int, seed: int, step: int) -> np.ndarray:
+        """Random windows of `context + 1` bytes, the same for one seed and step: `(batch, context + 1)` int32."""
+        rng = np.random.default_rng((seed, step))
+        return _windows(self.train, rng.integers(0, len(self.train) - context - 1, batch), context)
 
     def validation(self, batch: int, context: int, count: int) -> list[np.ndarray]:
         """`count` batches of evenly spaced windows of the held-out bytes, always the same."""
