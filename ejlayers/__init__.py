@@ -1,6 +1,6 @@
 """Drop-in layers for JAX models, with kernels that are tuned on your own train step.
 
-`ejlayers.nnx` has the layers for Flax NNX; importing `ejlayers` imports no framework.
+`ejlayers.nnx` and `ejlayers.linen` have the layers for Flax NNX and Linen; importing `ejlayers` imports no framework.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .swap import swap as swap
 from .tune import tune as tune
 
 if TYPE_CHECKING:
+    from . import linen as linen
     from . import nnx as nnx
 
 

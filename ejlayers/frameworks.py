@@ -11,7 +11,8 @@ from ejkernel_ops import ConfigError
 
 from .plan import Plan, Row, RuleBook
 
-_OURS = {"flax.nnx": "ejlayers.nnx.adapter"}  # framework module -> our module whose ADAPTER it is
+# framework module -> our module whose ADAPTER it is
+_OURS = {"flax.nnx": "ejlayers.nnx.adapter", "flax.linen": "ejlayers.linen.adapter"}
 FRAMEWORKS = tuple(name.split(".")[1] for name in _OURS.values())
 _MODULES = tuple(f"{name}.Module" for name in _OURS)
 
