@@ -45,7 +45,8 @@ def methods():
     for path, cls in public().items():
         for name, value in vars(cls).items() if isinstance(cls, type) else ():
             is_method = inspect.isfunction(value) or isinstance(value, METHODS) or hasattr(value, "attrname")
-            if is_method and not name.startswith("_"):
+            is_field = name in getattr(cls, "__dataclass_fields__", {})  # whose default may be a function
+            if is_method and not is_field and not name.startswith("_"):
                 found[f"{path}.{name}"] = value
     return found
 

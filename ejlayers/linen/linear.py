@@ -121,7 +121,7 @@ class DenseGeneral(_LinearMap, nn.DenseGeneral):
 
 
 def _several(numbers: int | Sequence[int]) -> tuple[int, ...]:
-    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    return tuple(numbers) if isinstance(numbers, Sequence) else (numbers,)
 
 
 def _flat(initializer: Any, rows: int | None = None) -> Any:

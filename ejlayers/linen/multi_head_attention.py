@@ -121,11 +121,11 @@ class _KernelHeads(Pinned):
         plain, caching = KernelAttention(self.config, self.backend, self.kernel_path), self.decode
         if caching and (options["sow_weights"] or self._is_dropping(options) or self.qk_attn_weights_einsum_cls):
             _report_fallback("a cache, and dropout, sown weights or products of one's own,")
-            seen = twin(self)
+            seen = twin(self, stock)
         elif caching:
-            seen = twin(self, decode=False, attention_fn=_CachedAttention(self, plain))
+            seen = twin(self, stock, decode=False, attention_fn=_CachedAttention(self, plain))
         else:
-            seen = twin(self, attention_fn=plain)
+            seen = twin(self, stock, attention_fn=plain)
         return undecorated(stock, "__call__")(seen, *args, **options)
 
     def _is_dropping(self: Any, options: dict) -> bool:

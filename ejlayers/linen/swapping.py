@@ -159,9 +159,8 @@ def changed(model: Any, change: Change) -> Any:
         ConfigError: a module that runs.
     """
     if model.scope is not None:
-        raise ConfigError(
-            f"model is {type(model).__name__} {'.'.join(model.path)!r} while it runs; swap the model before it is bound"
-        )
+        name = f"{type(model).__name__} {'.'.join(model.path)!r}"
+        raise ConfigError(f"model is {name} of a model that runs; swap it outside of the call, or in setup")
     before = type(model)._changes if isinstance(model, Swapped) else ()
     return _remade(model, before if change in before[-1:] else (*before, change))
 
