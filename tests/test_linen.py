@@ -55,6 +55,9 @@ LAYERS = {
     "general over the first axis": ("DenseGeneral", {"features": (3, 5), "axis": (-1, 0), "use_bias": False}),
     "general with batch axes": ("DenseGeneral", {"features": 6, "batch_dims": (0,)}),
     "general with partitioned weights": ("DenseGeneral", {"features": (4, 2)} | BOXED),
+    "einsum": ("Einsum", {"shape": (8, WIDTH, 4), "einsum_str": "nta,hab->nthb"}),
+    "einsum with dots": ("Einsum", {"shape": (WIDTH, 4), "einsum_str": "... a, a b -> ... b", "use_bias": False}),
+    "einsum that is no linear map": ("Einsum", {"shape": (2, WIDTH), "einsum_str": "nta,na->nt"}),
     "rms norm": ("RMSNorm", {"epsilon": 1e-3}),
     "rms norm without scale": ("RMSNorm", {"use_scale": False}),
     "layer norm": ("LayerNorm", {}),
@@ -68,7 +71,7 @@ LAYERS = {
     ),
 }  # fmt: skip
 PLAIN = {  # compute as Flax does
-    "dense with its own product", "general with batch axes", "layer norm over two axes",
+    "dense with its own product", "general with batch axes", "einsum that is no linear map", "layer norm over two axes",
 }  # fmt: skip
 
 
@@ -153,6 +156,15 @@ def test_layers_name_themselves_as_the_stock_ones():
     assert "Dense_1" in Named(ours).init(KEY, X)["params"]
 
 
+def test_an_equation_may_come_with_the_call():
+    a, b = (package.Einsum((WIDTH, 4)) for package in (nn, ours))
+    variables = b.init(KEY, X, "...a,ab->...b")
+    trees_equal(a.init(KEY, X, "...a,ab->...b"), variables)
+    close(b.apply(variables, X, "...a,ab->...b"), a.apply(variables, X, "...a,ab->...b"))
+    with pytest.raises(ValueError, match="einsum_str"):
+        b.clone(einsum_str="...a,ab->...b").apply(variables, X, "...a,ab->...b")
+
+
 def test_fields_are_those_of_the_stock_layer_and_two_more_by_keyword():
     assert ours.Dense(8, False, jnp.bfloat16).dtype == jnp.bfloat16
     with pytest.raises(TypeError, match="positional"):
@@ -224,6 +236,17 @@ def test_the_deprecated_layer_warns_and_is_recorded_as_the_stock_one():
     close(a[0], b[0])
 
 
+def test_the_softmax_is_in_float32_whatever_the_layer_computes_in():
+    x = 4 * X
+    variables = nn.MultiHeadDotProductAttention(4).init(KEY, x)
+    exact = nn.MultiHeadDotProductAttention(4).apply(variables, x)
+    errors = []
+    for layer in (nn.MultiHeadDotProductAttention, ours.MultiHeadDotProductAttention):
+        got = layer(4, dtype=jnp.bfloat16).apply(variables, x)
+        errors.append(float(jnp.sqrt(jnp.square(got.astype(jnp.float32) - exact).mean())))
+    assert errors[1] < errors[0]
+
+
 def test_a_mask_that_hides_every_key_gives_zero():
     layer = ours.MultiHeadDotProductAttention(4, use_bias=False)
     out = layer.apply(layer.init(KEY, X), X, mask=jnp.zeros((2, 1, 9, 9), bool).at[0].set(True))
@@ -244,7 +267,7 @@ def test_dropout_of_its_own_draws_anew_and_keeps_the_mean():
 
 
 def test_sown_weights_run_as_flax_does_and_one_line_says_so(caplog):
-    ours.multi_head_attention._reported.clear()
+    ours.kernel_attention._reported.clear()
     layers = [package.MultiHeadDotProductAttention(4) for package in (nn, ours)]
     variables = layers[0].init(KEY, X)
     with caplog.at_level(logging.WARNING):

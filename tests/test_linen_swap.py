@@ -347,7 +347,8 @@ def test_original_and_revert_are_stock_again(variables):
     assert ejlayers.report(model).original() == ejlayers.report(model).revert() == Model()
     params = Mixed().init(KEY, X)
     assert ("ours", "linear@v1") in calls(Mixed().apply, params, X)
-    assert calls(ejlayers.report(Mixed()).original().apply, params, X) == {}
+    for model in (Mixed(), ejlayers.set_config(Mixed(), {"ours": SMALL})):
+        assert calls(ejlayers.report(model).original().apply, params, X) == {}
     assert type(ejlayers.report(ejlayers.linen.Dense(3)).original()) is nn.Dense
 
 

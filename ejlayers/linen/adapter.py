@@ -11,8 +11,8 @@ from flax import linen as nn
 from ..check import value_and_grads
 from ..plan import Plan, Row, RuleBook
 from .changes import Change
-from .layers import REPLACEMENTS
-from .swapping import Swapped, changed, original, visited
+from .layers import REPLACEMENTS, STOCK
+from .swapping import Swapped, changed, changes_of, original, original_type, visited
 
 _HOW = "its layers come to be while it runs: report(model, variables, *inputs) has them"
 
@@ -45,9 +45,10 @@ class LinenAdapter:
         return visited(model, lambda: jax.eval_shape(call, abstract))
 
     def original(self, model: Any) -> Any:
-        """The stock model; layers of ours that its own code makes run as the stock ones."""
+        """The stock model; where nothing was swapped, one whose own layers of ours run as the stock ones."""
+        is_swapped = any(change.swaps for change in changes_of(model))
         stock = original(model)
-        return stock if type(stock) is not type(model) else changed(model, Change((("**", False),)))
+        return stock if is_swapped or original_type(model) in STOCK else changed(stock, Change((("**", False),)))
 
     def reverted(self, model: Any) -> Any:
         """The stock model."""

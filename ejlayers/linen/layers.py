@@ -7,7 +7,7 @@ from flax import linen as nn
 from .attention import Attention
 from .embed import Embed
 from .head import LMHead
-from .linear import Dense, DenseGeneral
+from .linear import Dense, DenseGeneral, Einsum
 from .mlp import GatedMLP
 from .multi_head_attention import MultiHeadAttention, MultiHeadDotProductAttention, SelfAttention
 from .norm import LayerNorm, RMSNorm
@@ -18,6 +18,7 @@ REPLACEMENTS: dict[type, type] = {
     nn.SelfAttention: SelfAttention,
     nn.Dense: Dense,
     nn.DenseGeneral: DenseGeneral,
+    nn.Einsum: Einsum,
     nn.RMSNorm: RMSNorm,
     nn.LayerNorm: LayerNorm,
     nn.Embed: Embed,

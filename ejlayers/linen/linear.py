@@ -14,7 +14,7 @@ from jax import lax
 
 from ejkernel_ops import LinearConfig, linear
 
-from ..functional import at_path, linear_over_axes
+from ..functional import at_path, einsum_as_linear, linear_over_axes
 from .pinned import Pinned, custom_promotion
 from .twins import undecorated
 
@@ -24,10 +24,11 @@ class _LinearMap(Pinned):
 
     config_type = LinearConfig
 
-    def _linear(self: Any, run: Any, inputs: Any, kernel: Any, bias: Any) -> Any:
+    def _linear(self: Any, run: Any, inputs: Any, kernel: Any, bias: Any, **options: Any) -> Any:
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        options |= {"precision": self.precision, "config": self.config, "backend": self.backend}
         with at_path(self.kernel_path):
-            return run(inputs, kernel, bias, precision=self.precision, config=self.config, backend=self.backend)
+            return run(inputs, kernel, bias, **options)
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
@@ -118,6 +119,49 @@ class DenseGeneral(_LinearMap, nn.DenseGeneral):
     def why_not(cls, module: Any) -> str | None:
         """Why a stock module cannot become this one; `None` where it can."""
         return "batch axes" if module.batch_dims else super().why_not(module)
+
+
+class Einsum(_LinearMap, nn.Einsum):
+    """`nn.Einsum` as a tunable kernel, where its equation is a linear map; same parameters, same results.
+
+    It is one where the letters of the inputs that stay come first in the result, in order, and those of the kernel
+    that are new come after them. Takes all of the stock layer's fields. Other equations, and a `promote_dtype` of one's
+    own, compute as in the stock layer.
+
+    Args:
+        config: back end and tile sizes; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+
+    Raises:
+        ConfigError: a config of another type or for another back end.
+
+    Example:
+        >>> import jax
+        >>> layer, x = Einsum((8, 2, 4), "nta,hab->nthb"), jax.numpy.ones((3, 11, 2))
+        >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+        (3, 11, 8, 4)
+    """
+
+    config: LinearConfig | None = dataclasses.field(default=None, kw_only=True)
+    backend: str | None = dataclasses.field(default=None, kw_only=True)
+
+    @nn.compact
+    def __call__(self, inputs: Any, einsum_str: str | None = None) -> Any:
+        """The product of inputs and kernel by the equation of the layer, or of the call."""
+        product = einsum_as_linear(self.einsum_str or einsum_str, jnp.ndim(inputs))
+        if product is None or self.why_not(self) or None not in (self.einsum_str, einsum_str):
+            return undecorated(nn.Einsum, "__call__")(self, inputs, einsum_str)
+        outs = tuple(self.shape[axis] for axis in product.kernel_axes[len(product.axes) :])
+        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        bias = self.param("bias", self.bias_init, outs, self.param_dtype) if self.use_bias else None
+        return self._linear(product, inputs, kernel, bias, preferred_element_type=self.preferred_element_type)
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Why a stock module cannot become this one; `None` where it can."""
+        if module.einsum_str is not None and einsum_as_linear(module.einsum_str) is None:
+            return f"{module.einsum_str} is no linear map"
+        return custom_promotion(module)
 
 
 def _several(numbers: int | Sequence[int]) -> tuple[int, ...]:

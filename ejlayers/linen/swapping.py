@@ -152,6 +152,11 @@ def original_type(module: Any) -> type:
     return type(module)._original if isinstance(module, Swapped) else type(module)
 
 
+def changes_of(model: Any) -> tuple[Change, ...]:
+    """What a model carries, oldest first."""
+    return type(model)._changes if isinstance(model, Swapped) else ()
+
+
 def changed(model: Any, change: Change) -> Any:
     """A module like a model, with one change more.
 
@@ -161,7 +166,7 @@ def changed(model: Any, change: Change) -> Any:
     if model.scope is not None:
         name = f"{type(model).__name__} {'.'.join(model.path)!r}"
         raise ConfigError(f"model is {name} of a model that runs; swap it outside of the call, or in setup")
-    before = type(model)._changes if isinstance(model, Swapped) else ()
+    before = changes_of(model)
     return _remade(model, before if change in before[-1:] else (*before, change))
 
 
@@ -207,8 +212,7 @@ def visited(model: Any, run: Any) -> list[Row]:
     Raises:
         ConfigError: a rule that matches nothing.
     """
-    changes = type(model)._changes if isinstance(model, Swapped) else ()
-    with calling(changes, number=next(_numbers)) as call:
+    with calling(changes_of(model), number=next(_numbers)) as call:
         run()
     call.refuse_unused()
     return list(call.rows.values())
