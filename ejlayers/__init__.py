@@ -1,7 +1,7 @@
 """Drop-in layers for JAX models, with kernels that are tuned on your own train step.
 
-`ejlayers.nnx` has the layers for Flax NNX, `ejlayers.equinox` those for Equinox; importing `ejlayers` imports no
-framework.
+`ejlayers.nnx` and `ejlayers.linen` have the layers for Flax, `ejlayers.equinox` those for Equinox; importing `ejlayers`
+imports no framework.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from .tune import tune as tune
 
 if TYPE_CHECKING:
     from . import equinox as equinox
+    from . import linen as linen
     from . import nnx as nnx
 
 

@@ -13,6 +13,7 @@ from .plan import Plan, Row, RuleBook
 
 _OURS = {  # framework module -> our module whose ADAPTER it is
     "flax.nnx": "ejlayers.nnx.adapter",
+    "flax.linen": "ejlayers.linen.adapter",
     "equinox": "ejlayers.equinox.adapter",
 }
 FRAMEWORKS = tuple(name.split(".")[1] for name in _OURS.values())

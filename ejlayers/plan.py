@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ class RuleBook:
     """Rules in order; the first that matches a module wins.
 
     Args:
-        rules: dotted path pattern (`layers.0.attn`; `*` is one name, `**` any number of them) or type ->
+        rules: dotted path pattern (`layers.0.attn`; `*` is a name or part of one, `**` any number of names) or type ->
             a config, `True` or `False`.
 
     Raises:
@@ -66,6 +67,8 @@ def matches(pattern: str, path: str) -> bool:
     Example:
         >>> matches("layers.*.attn", "layers.3.attn"), matches("**.attn", "attn"), matches("*", "a.b")
         (True, True, False)
+        >>> matches("layers_*.attn", "layers_3.attn")
+        True
     """
     return _match(pattern.split("."), path.split("."))
 
@@ -75,7 +78,7 @@ def _match(pattern: list[str], path: list[str]) -> bool:
         return not path
     if pattern[0] == "**":
         return any(_match(pattern[1:], path[i:]) for i in range(len(path) + 1))
-    return bool(path) and pattern[0] in ("*", path[0]) and _match(pattern[1:], path[1:])
+    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _match(pattern[1:], path[1:])
 
 
 def check_type(path: str, expected: type, config: Any) -> Any:

@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from typing import TypeVar
 
+import flax.linen
 import pytest
 
 from ejkernel_ops.environment import VARIABLES
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("ejkernel_ops", "ejlayers", "ejlayers.nnx", "ejlayers.equinox")
+PACKAGES = ("ejkernel_ops", "ejlayers", "ejlayers.nnx", "ejlayers.linen", "ejlayers.equinox")
 OPS = ("flash_attention", "linear", "rotary_embedding")
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example|Source):", re.MULTILINE)
 SOURCES = sorted(path for package in ("ejkernel_ops", "ejlayers") for path in (ROOT / package).rglob("*.py"))
@@ -44,7 +45,8 @@ def methods():
     for path, cls in public().items():
         for name, value in vars(cls).items() if isinstance(cls, type) else ():
             is_method = inspect.isfunction(value) or isinstance(value, METHODS) or hasattr(value, "attrname")
-            if is_method and not name.startswith("_"):
+            is_field = name in getattr(cls, "__dataclass_fields__", {})  # whose default may be a function
+            if is_method and not is_field and not name.startswith("_"):
                 found[f"{path}.{name}"] = value
     return found
 
@@ -67,9 +69,11 @@ def sections(obj):
 
 
 def parameters(obj):
-    """The parameters of a function, or of a class's constructor, with their stars."""
+    """The parameters of a function, or of a class's constructor, with their stars; of a Linen layer its own fields."""
     if getattr(obj, "_is_protocol", False):
         return []
+    if isinstance(obj, type) and issubclass(obj, flax.linen.Module):
+        return [name for name in vars(obj).get("__annotations__", {}) if name not in ("parent", "name")]
     if isinstance(obj, type):
         obj = obj.__new__ if issubclass(obj, tuple) else obj.__init__
     found = list(inspect.signature(obj).parameters.values())
@@ -84,7 +88,7 @@ def described(obj):
 
 def test_all_is_collected():
     assert {f"ejkernel_ops.{name}" for name in (*OPS, "Kernel", "Key", "AutotuningResult", "LabelError")} <= set(PUBLIC)
-    assert {"ejlayers.tune", "ejlayers.nnx.MultiHeadAttention"} <= set(PUBLIC)
+    assert {"ejlayers.tune", "ejlayers.nnx.MultiHeadAttention", "ejlayers.linen.Dense"} <= set(PUBLIC)
     kinds = ("Kernel.backends", "Kernel.run", "AutotuningResult.loads", "Executor.chooser")
     assert {f"ejkernel_ops.{name}" for name in kinds} <= set(ALL_METHODS)
     assert "ejlayers.nnx.Linear.why_not" in CALLED

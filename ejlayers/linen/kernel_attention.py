@@ -1,0 +1,131 @@
+"""Attention functions for Flax Linen's own attention layers: with kernels, and with a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen import dtypes
+
+from ejkernel_ops import AttentionConfig
+from ejkernel_ops.kernels.config import explicit_config
+
+from ..cache import attend_cached
+from ..functional import at_path, attend
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelAttention:
+    """An `attention_fn` for `nn.MultiHeadDotProductAttention` that honours every argument that Flax passes.
+
+    The softmax is in float32, whatever `force_fp32_for_softmax` says. Three things have no kernel and run as Flax's own
+    attention, with one log line: sown attention weights, products of one's own, and dropout that is shared over batch
+    and heads (`broadcast_dropout=True`, Flax's default).
+
+    Args:
+        config: back end and tile sizes; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+        path: dotted path of the module, while `explain` asks for it.
+
+    Raises:
+        ConfigError: a config of another type or for another back end.
+
+    Example:
+        >>> import jax
+        >>> layer, x = nn.MultiHeadDotProductAttention(2, attention_fn=KernelAttention()), jnp.ones((1, 3, 8))
+        >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+        (1, 3, 8)
+    """
+
+    config: AttentionConfig | None = None
+    backend: str | None = None
+    path: str | None = None
+
+    def __post_init__(self):
+        explicit_config(AttentionConfig, self.config, None, self.backend)  # what is wrong with them is an error now
+
+    def __call__(  # Flax passes those arguments that it finds in the signature: each has to be named
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        bias: Any = None,
+        mask: Any = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Any = None,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> Any:
+        """Attention as `nn.dot_product_attention` computes it; rows without a visible key give 0."""
+        dropping = dropout_rate > 0.0 and not deterministic
+        products = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
+        if reason := _no_kernel(module is not None, dropping and broadcast_dropout, any(products)):
+            report_fallback(reason)
+            return nn.dot_product_attention(
+                query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
+                precision, module, force_fp32_for_softmax, *products,
+            )  # fmt: skip
+        query, key, value = dtypes.promote_dtype(query, key, value, dtype=dtype)
+        with at_path(self.path):
+            return attend(
+                query, key, value, bias=bias, mask=mask, precision=precision, config=self.config, backend=self.backend,
+                dropout_rate=dropout_rate if dropping else 0.0, dropout_rng=dropout_rng,
+            )  # fmt: skip
+
+
+def _no_kernel(sowing: bool, shared_dropout: bool, own_products: bool) -> str | None:
+    """What of a call has no kernel."""
+    if sowing:
+        return "sow_weights=True"
+    if shared_dropout:
+        return "broadcast_dropout=True"
+    return "products of one's own" if own_products else None
+
+
+_reported: set[str] = set()
+
+
+def report_fallback(reason: str) -> None:
+    """Says once that attention of a kind has no kernel."""
+    if reason not in _reported:
+        _reported.add(reason)
+        _log.warning("attention with %s runs as Flax's own, not as a kernel", reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedAttention:
+    """An attention function that keeps keys and values in the stock layer's cache, and attends to all of it."""
+
+    module: Any
+    plain: KernelAttention
+
+    def __call__(self, query: Any, key: Any, value: Any, mask: Any = None, dtype: Any = None, precision: Any = None):
+        """Attention of the next tokens, which are kept; in the call that makes the cache, plain attention."""
+        is_there = self.module.has_variable("cache", "cached_key")
+        cache = (
+            self.module.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype),
+            self.module.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype),
+            self.module.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32)),
+        )
+        if not is_there:
+            return self.plain(query, key, value, mask=mask, dtype=dtype, precision=precision)
+        with at_path(self.plain.path):
+            heads, *after = attend_cached(
+                query, key, value, *(x.value for x in cache), dtype=dtype, mask=mask, precision=precision,
+                config=self.plain.config, backend=self.plain.backend,
+            )  # fmt: skip
+        for variable, x in zip(cache, after):
+            variable.value = x
+        return heads

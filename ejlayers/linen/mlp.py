@@ -1,0 +1,93 @@
+"""A gated MLP for Flax Linen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen import dtypes, initializers
+from flax.linen.linear import default_kernel_init
+
+from ejkernel_ops import GatedLinearConfig, gated_linear
+
+from ..functional import at_path
+from .linear import Dense, dense_params
+from .pinned import Pinned
+
+
+class GatedMLP(Pinned, nn.Module):
+    """`down(activation(gate(x)) * up(x))`, the MLP of Llama and its kin: both products and the gate are one kernel.
+
+    Parameters are those of three `Dense` layers, `gate`, `up` and `down`.
+
+    Args:
+        hidden_features: features in between.
+        out_features: features of outputs; default those of inputs.
+        activation: `"silu"`, `"gelu"`, `"gelu_exact"`, `"relu"` or `"squared_relu"`.
+        use_bias: whether the three have biases.
+        dtype: type to compute in; default that of inputs and parameters.
+        param_dtype: type of the parameters.
+        precision: as in `jax.lax.Precision`.
+        kernel_init: initializer of the kernels.
+        bias_init: initializer of the biases.
+        config: back end and tile sizes of the gated product; `down` has a config of its own.
+        backend: back end, or `None` for the best one.
+
+    Raises:
+        ConfigError: a config of another type or for another back end.
+
+    Example:
+        >>> import jax
+        >>> layer, x = GatedMLP(8), jnp.ones((2, 3))
+        >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+        (2, 3)
+
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+
+    hidden_features: int
+    out_features: int | None = None
+    activation: str = "silu"
+    use_bias: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: Any = default_kernel_init
+    bias_init: Any = initializers.zeros_init()
+    config: GatedLinearConfig | None = dataclasses.field(default=None, kw_only=True)
+    backend: str | None = dataclasses.field(default=None, kw_only=True)
+
+    config_type = GatedLinearConfig
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """From `(..., in_features)` to `(..., out_features)`."""
+        out_features = jnp.shape(x)[-1] if self.out_features is None else self.out_features
+        made = {name: getattr(self, name) for name in ("use_bias", "param_dtype", "kernel_init", "bias_init")}
+        gate, gate_bias = _DenseParams(self.hidden_features, name="gate", **made)(jnp.shape(x)[-1])
+        up, up_bias = _DenseParams(self.hidden_features, name="up", **made)(jnp.shape(x)[-1])
+        operands = dtypes.promote_dtype(x, gate, up, gate_bias, up_bias, dtype=self.dtype)
+        x, gate, up, gate_bias, up_bias = operands
+        with at_path(self.kernel_path):
+            hidden = gated_linear(
+                x, gate, up, gate_bias=gate_bias, up_bias=up_bias, activation=self.activation,
+                precision=self.precision, config=self.config, backend=self.backend,
+            )  # fmt: skip
+        return Dense(out_features, dtype=self.dtype, precision=self.precision, name="down", **made)(hidden)
+
+
+class _DenseParams(nn.Module):
+    """The parameters of a `Dense` layer without its product."""
+
+    features: int
+    use_bias: bool
+    param_dtype: Any
+    kernel_init: Any
+    bias_init: Any
+
+    @nn.compact
+    def __call__(self, in_features: int) -> tuple[Any, Any]:
+        """Kernel and bias."""
+        return dense_params(self, in_features)

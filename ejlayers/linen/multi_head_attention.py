@@ -1,0 +1,142 @@
+"""Multi-head attention for Flax Linen."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flax import linen as nn
+
+from ejkernel_ops import AttentionConfig, ConfigError
+
+from .kernel_attention import CachedAttention, KernelAttention, report_fallback
+from .pinned import Pinned
+from .twins import twin, undecorated
+
+
+class _KernelHeads(Pinned):
+    """A layer whose attention is a kernel; what is around it is the stock layer's own code."""
+
+    config_type = AttentionConfig
+
+    def __post_init__(self: Any) -> None:
+        """Refuses an attention function: the layer brings its own."""
+        if self.attention_fn is not nn.dot_product_attention:
+            raise ConfigError("attention_fn is given; this layer brings its own: use Flax's own layer for another")
+        super().__post_init__()
+
+    def _run(self: Any, stock: type, args: tuple, options: dict) -> Any:
+        """The stock layer's call, with the kernel as its attention, and its cache where it decodes."""
+        plain, caching = KernelAttention(self.config, self.backend, self.kernel_path), self.decode
+        if caching and (options["sow_weights"] or self._is_dropping(options) or self.qk_attn_weights_einsum_cls):
+            report_fallback("a cache, and dropout, sown weights or products of one's own,")
+            seen = twin(self, stock)
+        elif caching:
+            seen = twin(self, stock, decode=False, attention_fn=CachedAttention(self, plain))
+        else:
+            seen = twin(self, stock, attention_fn=plain)
+        return undecorated(stock, "__call__")(seen, *args, **options)
+
+    def _is_dropping(self: Any, options: dict) -> bool:
+        if self.dropout_rate == 0.0:
+            return False
+        return not nn.merge_param("deterministic", self.deterministic, options["deterministic"])
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Why a stock module cannot become this one; `None` where it can."""
+        if module.attention_fn is not nn.dot_product_attention:
+            return "custom attention_fn"
+        own_products = module.qk_attn_weights_einsum_cls or module.attn_weights_value_einsum_cls
+        return "custom products of attention" if own_products else None
+
+
+class MultiHeadDotProductAttention(_KernelHeads, nn.MultiHeadDotProductAttention):
+    """`nn.MultiHeadDotProductAttention` whose attention is a tunable kernel; same parameters, same cache, same results.
+
+    Takes all of the stock layer's fields. Queries that may see no key give 0, where Flax gives the mean of the values;
+    the softmax is always in float32. Decoding takes any number of tokens at a time and is causal; what does not fit
+    into the cache is an error, or under `jit` NaN. Masks of such calls are for all keys of the cache.
+
+    Args:
+        config: back end and tile sizes of the attention; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+
+    Raises:
+        ConfigError: `attention_fn` is given, or a config of another type or for another back end.
+
+    Example:
+        >>> import jax
+        >>> layer, x = MultiHeadDotProductAttention(2), jax.numpy.ones((1, 3, 8))
+        >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+        (1, 3, 8)
+    """
+
+    config: AttentionConfig | None = dataclasses.field(default=None, kw_only=True)
+    backend: str | None = dataclasses.field(default=None, kw_only=True)
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: Any,
+        inputs_k: Any = None,
+        inputs_v: Any = None,
+        *,
+        inputs_kv: Any = None,
+        mask: Any = None,
+        deterministic: bool | None = None,
+        dropout_rng: Any = None,
+        sow_weights: bool = False,
+    ) -> Any:
+        """Attention of `(..., length, in_features)`; with `decode`, of the next tokens, one or more, with a cache."""
+        options = {
+            "inputs_kv": inputs_kv, "mask": mask, "deterministic": deterministic, "dropout_rng": dropout_rng,
+            "sow_weights": sow_weights,
+        }  # fmt: skip
+        return self._run(nn.MultiHeadDotProductAttention, (inputs_q, inputs_k, inputs_v), options)
+
+
+class MultiHeadAttention(MultiHeadDotProductAttention, nn.MultiHeadAttention):
+    """`nn.MultiHeadAttention`: `MultiHeadDotProductAttention` under another name.
+
+    Example:
+        >>> import jax
+        >>> layer, x = MultiHeadAttention(2), jax.numpy.ones((1, 3, 8))
+        >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+        (1, 3, 8)
+    """
+
+
+class SelfAttention(_KernelHeads, nn.SelfAttention):
+    """`nn.SelfAttention`, which Flax deprecates, as `MultiHeadDotProductAttention`: its mask comes second.
+
+    Args:
+        config: back end and tile sizes of the attention; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+
+    Raises:
+        ConfigError: `attention_fn` is given, or a config of another type or for another back end.
+
+    Example:
+        >>> import jax, warnings
+        >>> warnings.simplefilter("ignore", DeprecationWarning)
+        >>> layer, x = SelfAttention(2), jax.numpy.ones((1, 3, 8))
+        >>> layer.apply(layer.init(jax.random.key(0), x), x).shape
+        (1, 3, 8)
+    """
+
+    config: AttentionConfig | None = dataclasses.field(default=None, kw_only=True)
+    backend: str | None = dataclasses.field(default=None, kw_only=True)
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: Any,
+        mask: Any = None,
+        deterministic: bool | None = None,
+        dropout_rng: Any = None,
+        sow_weights: bool = False,
+    ) -> Any:
+        """Self-attention of `(..., length, in_features)`."""
+        options = {"deterministic": deterministic, "dropout_rng": dropout_rng, "sow_weights": sow_weights}
+        return self._run(nn.SelfAttention, (inputs_q, mask), options)
