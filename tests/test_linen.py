@@ -335,6 +335,19 @@ def test_tokens_one_or_several_at_a_time_give_what_all_at_once_give(sizes, field
     close(jnp.concatenate(parts, 1), whole, 1e-5 if whole.dtype == jnp.float32 else 2e-2)
 
 
+def test_a_swapped_layer_decodes_several_tokens_too():
+    layer, variables = decoding(nn.MultiHeadDotProductAttention)
+    swapped, want = ejlayers.swap(layer), []
+    out, cache = swapped.apply(variables, X, mutable="cache")
+    for t in range(9):
+        part, after = layer.apply(variables, X[:, t : t + 1], mutable="cache")
+        variables = variables | after
+        want.append(part)
+    close(out, jnp.concatenate(want, 1))
+    for got, kept in zip(jax.tree.leaves(cache), jax.tree.leaves(after)):
+        close(got, kept)
+
+
 def test_what_does_not_fit_into_a_cache_is_an_error_or_nan():
     layer, variables = decoding(size=8)
     with pytest.raises(ValueError, match=r"the cache has room for 8 tokens.* 9 more do not fit after 0"):

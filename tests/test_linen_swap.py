@@ -139,6 +139,16 @@ class Jitted(nn.Module):
         return nn.Dense(3)(nn.jit(Block)()(x))
 
 
+class Decorated(nn.Module):
+    """A model whose own method is transformed."""
+
+    @nn.jit
+    @nn.remat
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(Block()(x))
+
+
 class Wrapped(nn.Module):
     """A swapped model inside of a stock one."""
 
@@ -151,8 +161,8 @@ ENCODER = ejlayers.swap(nn.Sequential([nn.Dense(5), nn.relu, nn.Dense(4)]))
 MODELS = {
     "shared": (Shared(), 2), "remat": (Remat(), 8), "scan": (Scanned(), 8), "vmap": (Mapped(), 1),
     "lift": (Lifted(), 2), "fields": (Given((nn.Dense(4), nn.tanh, nn.Dense(5))), 2), "jit": (Jitted(), 9),
-    "sequential": (nn.Sequential([nn.Dense(4), nn.Dense(5)]), 2), "inside": (Wrapped(), 3), "layer": (nn.Dense(4), 1),
-    "attention": (nn.MultiHeadDotProductAttention(4), 5),
+    "decorated": (Decorated(), 9), "sequential": (nn.Sequential([nn.Dense(4), nn.Dense(5)]), 2),
+    "inside": (Wrapped(), 3), "layer": (nn.Dense(4), 1), "attention": (nn.MultiHeadDotProductAttention(4), 5),
 }  # fmt: skip
 
 
@@ -203,6 +213,9 @@ def test_equal_swaps_are_equal_and_are_traced_once(variables):
     assert len(traces) == 1
     others = (Model(), ejlayers.swap(Model()), models[0].clone(depth=1))
     assert all(other != models[0] for other in others)
+    own = ejlayers.set_config(ejlayers.linen.Dense(3, backend="xla"), {"": SMALL})
+    assert copy.deepcopy(own) == own
+    assert copy.deepcopy(own).backend == "xla"
     for model in others[:2]:
         run(model, variables, TOKENS)
     assert len(traces) == 3
@@ -226,9 +239,17 @@ def test_models_that_share_a_jitted_class_do_not_share_its_traces():
     found = [calls(model.apply, params, X) for model in models]
     assert [len(rows) for rows in found] == [0, 8, 8]
     assert found[2]["JitBlock_0.Dense_0", "linear@v1"].config == "fwd.blocksize_m=4"
-    model = ejlayers.swap(OfJitted(), rules={"JitBlock_0.Dense_0": SMALL})
-    for _ in range(2):  # the second time its layers are not visited, and no rule is wrong for that
-        model.init(KEY, X)
+
+
+def test_rules_are_not_wrong_for_layers_that_were_traced_before():
+    class Other(OfJitted):
+        pass
+
+    rules = {"JitBlock_0.Dense_0": SMALL}
+    for model in (ejlayers.swap(OfJitted(), rules=rules), ejlayers.swap(Other(), rules=rules)):
+        model.apply(OfJitted().init(KEY, X), X)
+        for _ in range(2):
+            model.init(KEY, X)
 
 
 def test_what_runs_is_not_swapped():

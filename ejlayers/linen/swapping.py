@@ -123,7 +123,7 @@ class Swapped:
         """Nothing: the class of the model is a dataclass already, and so is this one."""
 
     def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a method, of whichever class it was taken, with the changes."""
+        """Runs a method with the changes; Flax calls each through this, of whichever class it was taken."""
         root = () if self.scope is None else self.path
         with calling(self._changes, root):
             return super()._call_wrapped_method(fun, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -135,16 +135,18 @@ class Swapped:
 
     def init_with_output(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         """That of Flax, and of `init`; without a `method` all layers are visited, and each rule has to match one."""
-        with calling(self._changes) as call:
+        has_rules = any(change.rules or change.config for change in self._changes)
+        checks = has_rules and method is None and not self._is_checked
+        with calling(self._changes, number=next(_numbers) if checks else 0) as call:
             out = super().init_with_output(*args, method=method, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if method is None and not self._is_checked:
+        if checks:
             call.refuse_unused()
-            type(self)._is_checked = True  # later calls may find a layer under `nn.jit` traced, and not visit it
+            type(self)._is_checked = True
         return out
 
     def __reduce__(self) -> tuple:
         """Copies and pickles by what it was made of: the class has no name under which it can be found."""
-        return _remade, (original(self), type(self)._changes)
+        return _remade, (_made(self, original_type(self)), type(self)._changes)
 
 
 def original_type(module: Any) -> type:
