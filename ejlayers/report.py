@@ -53,7 +53,7 @@ def report(model: Any, *inputs: Any, **kwargs: Any) -> SwapReport:
     """What the layers of a model are: replaced, or skipped and why.
 
     Args:
-        model: a module.
+        model: a `flax.nnx.Module`, `flax.linen.Module` or `equinox.Module`.
         *inputs: of Linen, the variables and what the model is called with, abstract or not: its layers are those of a
             call. Not needed for the others.
         **kwargs: keyword arguments of the call.

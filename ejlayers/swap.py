@@ -13,18 +13,19 @@ M = TypeVar("M")
 def swap(model: M, *, rules: Rules | None = None, config: Any = None) -> M:
     """Replaces the stock layers of a model by ours: same parameters, same state, same checkpoints.
 
-    Flax NNX models are changed in place: same objects, so optimizers, tied and stacked layers stay as they
-    are. Layers with functions of one's own (`attention_fn`, `dot_general`, `promote_dtype`), those that no kernel
+    Flax NNX models are changed in place: same objects, so optimizers, tied and stacked layers stay as they are. Of
+    Linen a new module is returned, whose layers are exchanged while it runs, and whose rules are tried in `init`; of
+    Equinox a new pytree: swap before the optimizer's state is made. Layers with functions of one's own (`attention_fn`, `dot_general`, `promote_dtype`), those that no kernel
     computes, and subclasses, are left alone; `report` says so. Swapping twice is swapping once.
 
     Args:
-        model: a `flax.nnx.Module`.
+        model: a `flax.nnx.Module`, `flax.linen.Module` or `equinox.Module`.
         rules: path pattern or type -> config to pin, `True`, or `False` to leave the layer alone; the first
             that matches wins, layers that none matches are replaced.
         config: config to pin in each replaced layer that takes it, or a list of configs of several kinds.
 
     Returns:
-        The model.
+        The model: the same object, of Linen and Equinox a new one.
 
     Raises:
         ConfigError: a model of no known framework, a rule that matches nothing, a config that no layer takes.

@@ -143,6 +143,7 @@ def test_check_sees_a_difference():
     assert "outputs differ" in str(report)
 
 
+@pytest.mark.cpu
 def test_check_says_which_layer_differs():
     m = ejlayers.swap(nnx.Sequential(*(nnx.LayerNorm(512, rngs=nnx.Rngs(0)) for _ in range(2))))
     m.layers[0].bias[...] += 2000  # what comes next has a great mean, at which the stock norm is wrong

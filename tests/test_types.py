@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from beartype import beartype
+from flax import linen as nn
 from flax import nnx
 from jaxtyping import jaxtyped
 
@@ -75,6 +76,42 @@ CALLS |= {
     "loss of LMHead": (ejlayers.nnx.LMHead.loss, (LAYERS["LMHead"][0], f(2, 8), i(2)), {}),
 }
 
+KEY = jax.random.key(0)
+EQUINOX = {
+    "Linear": (ejlayers.equinox.Linear(8, 5, key=KEY), (f(8),), {}),
+    "RMSNorm": (ejlayers.equinox.RMSNorm((3, 8)), (f(3, 8),), {}),
+    "LayerNorm": (ejlayers.equinox.LayerNorm(8), (f(8),), {"state": None}),
+    "RotaryPositionalEmbedding": (ejlayers.equinox.RotaryPositionalEmbedding(8), (f(3, 8),), {"offset": 2}),
+    "MultiheadAttention": (
+        ejlayers.equinox.MultiheadAttention(2, 8, key=KEY), (f(3, 8), f(4, 8), f(4, 8), jnp.ones((3, 4), bool)), {},
+    ),
+    "Attention": (
+        ejlayers.equinox.Attention(8, 2, num_kv_heads=1, rotary=ejlayers.Rotary(), key=KEY), (f(3, 8),),
+        {"positions": jnp.arange(3), "segment_ids": i(3), "kv_lengths": 2, "bias": f(3, 3)},
+    ),
+    "GatedMLP": (ejlayers.equinox.GatedMLP(8, 12, 5, key=KEY), (f(8),), {}),
+    "LMHead": (ejlayers.equinox.LMHead(8, 11, key=KEY), (f(2, 8),), {}),
+}  # fmt: skip
+CALLS |= {f"Equinox {name}": (type(m).__call__, (m, *args), kwargs) for name, (m, args, kwargs) in EQUINOX.items()}
+CALLS["Equinox loss of LMHead"] = (ejlayers.equinox.LMHead.loss, (EQUINOX["LMHead"][0], f(2, 8), i(2)), {})
+
+LINEN = {
+    "Dense": (ejlayers.linen.Dense(5), (f(2, 3, 8),), {}),
+    "DenseGeneral": (ejlayers.linen.DenseGeneral((5, 2), axis=(-2, -1)), (f(2, 3, 8),), {}),
+    "Einsum": (ejlayers.linen.Einsum((8, 5), "...a,ab->...b"), (f(2, 3, 8),), {}),
+    "RMSNorm": (ejlayers.linen.RMSNorm(), (f(2, 8),), {}),
+    "LayerNorm": (ejlayers.linen.LayerNorm(), (f(8),), {}),
+    "MultiHeadDotProductAttention": (
+        ejlayers.linen.MultiHeadDotProductAttention(2), (f(2, 3, 8), f(2, 4, 8)), {"mask": f(2, 1, 1, 4)},
+    ),
+    "Attention": (
+        ejlayers.linen.Attention(2, num_kv_heads=1, rotary=ejlayers.Rotary()), (f(2, 3, 8),),
+        {"positions": jnp.arange(3), "segment_ids": i(2, 3), "kv_lengths": i(2), "bias": f(3, 3)},
+    ),
+    "GatedMLP": (ejlayers.linen.GatedMLP(12), (f(2, 3, 8),), {}),
+    "LMHead": (ejlayers.linen.LMHead(8, 11), (f(2, 8),), {}),
+}  # fmt: skip
+
 
 def checked(fn):
     return jaxtyped(typechecker=beartype)(fn)
@@ -83,10 +120,33 @@ def checked(fn):
 @pytest.mark.parametrize("name", CALLS)
 def test_signatures_state_the_shapes_and_types_of_calls(name):
     fn, args, kwargs = CALLS[name]
-    checked(fn)(*args, **kwargs)
+    refuses_other_types(checked(fn), args, kwargs)
+
+
+def refuses_other_types(fn, args, kwargs):
+    fn(*args, **kwargs)
     for index, x in enumerate(args):
-        if not isinstance(x, jax.Array):
+        if not isinstance(x, jax.Array) or x.dtype == bool:
             continue
         for wrong in (x.astype(bool), "x"):
             with pytest.raises(Exception, match="Type-check error"):
-                checked(fn)(*args[:index], wrong, *args[index + 1 :], **kwargs)
+                fn(*args[:index], wrong, *args[index + 1 :], **kwargs)
+
+
+@pytest.mark.parametrize("name", LINEN)
+def test_signatures_of_linen_layers_do_too(name):
+    layer, args, kwargs = LINEN[name]
+    bound = layer.bind(layer.init(KEY, *args, **kwargs))
+    fn = checked(type(layer).__call__.__wrapped__)  # without what Flax does around it
+    with jax.disable_jit():
+        refuses_other_types(lambda *args, **kwargs: bound_call(bound, fn, args, kwargs), args, kwargs)
+
+
+def bound_call(bound, fn, args, kwargs):
+    """Runs a method as Flax does, in the place of that which it wraps."""
+
+    def intercept(run, a, k, context):
+        return fn(bound, *a, **k) if (context.module, context.method_name) == (bound, "__call__") else run(*a, **k)
+
+    with nn.intercept_methods(intercept):
+        return bound(*args, **kwargs)

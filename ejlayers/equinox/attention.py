@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from ejkernel_ops import AttentionConfig
 
@@ -150,17 +151,17 @@ class Attention(Pinned):
 
     def __call__(
         self,
-        x: Any,
+        x: Float[Array, "length in_features"],
         *,
         cache: Cache | None = None,
-        positions: Any = None,
-        mask: Any = None,
-        bias: Any = None,
-        segment_ids: Any = None,
-        kv_lengths: Any = None,
+        positions: Int[Array, "length"] | None = None,  # noqa: F821
+        mask: Bool[Array, "..."] | None = None,
+        bias: Float[Array, "..."] | None = None,
+        segment_ids: Int[Array, "length"] | None = None,  # noqa: F821
+        kv_lengths: int | Int[Array, ""] | None = None,
         key: Any = None,
         inference: bool | None = None,
-    ) -> Any:
+    ) -> Float[Array, "length out_features"] | tuple[Float[Array, "length out_features"], Cache]:
         """From `(length, in_features)` to `(length, out_features)`.
 
         Args:

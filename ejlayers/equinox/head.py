@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from ejkernel_ops import LinearCrossEntropyConfig, linear_cross_entropy
 
@@ -71,7 +72,13 @@ class LMHead(Pinned):
         self.bias = jnp.zeros(vocab_size, dtype) if use_bias else None
         self.features, self.vocab_size, self.logits_soft_cap = features, vocab_size, logits_soft_cap
 
-    def __call__(self, hidden: Any, *, weight: Any = None, key: Any = None) -> Any:
+    def __call__(
+        self,
+        hidden: Float[Array, "*batch features"],
+        *,
+        weight: Float[Array, "vocab_size features"] | None = None,
+        key: Any = None,
+    ) -> Float[Array, "*batch vocab_size"]:
         """Logits `(..., vocab_size)` in float32 of hidden states `(..., features)`; `key` has no effect."""
         with at_path(self.kernel_path):
             return logits(
@@ -79,11 +86,18 @@ class LMHead(Pinned):
                 precision=None,
             )  # fmt: skip
 
-    def loss(self, hidden: Any, labels: Any, *, weight: Any = None, **options: Any) -> Any:
+    def loss(
+        self,
+        hidden: Float[Array, "*batch features"],
+        labels: Int[Array, "*batch"],
+        *,
+        weight: Float[Array, "vocab_size features"] | None = None,
+        **options: Any,
+    ) -> Float[Array, ""] | Float[Array, "*batch"]:
         """The cross-entropy of labels.
 
-        Under `jax.vmap` it is computed for one example after the other; for one kernel pass the hidden states of the
-        whole batch at once.
+        Under `jax.vmap` a batch is one kernel call, whose backward computes the logits again; where the hidden states
+        of all examples are passed at once, gradients may be made in the forward.
 
         Args:
             hidden: hidden states `(..., features)`.

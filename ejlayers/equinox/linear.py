@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
 
@@ -41,7 +42,7 @@ class Linear(Pinned, eqx.nn.Linear):
     def __init__(self, *args: Any, config: LinearConfig | None = None, backend: str | None = None, **kwargs: Any):
         super().__init__(*args, config=config, backend=backend, **kwargs)
 
-    def __call__(self, x: Any, *, key: Any = None) -> Any:
+    def __call__(self, x: Float[Array, "*in_features"], *, key: Any = None) -> Float[Array, "*out_features"]:
         """The linear map of `(in_features,)`, or of a scalar where `in_features` is "scalar"; `key` has no effect."""
         x = jnp.asarray(x)
         if no_kernel(x=x, weight=self.weight, bias=self.bias):

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from ejkernel_ops import GatedLinearConfig, gated_linear
 
@@ -71,7 +72,9 @@ class GatedMLP(Pinned):
         self.down = Linear(hidden_features, in_features if out_features is None else out_features, **options, key=down)
         self.activation = activation
 
-    def __call__(self, x: Any, *, key: Any = None) -> Any:
+    def __call__(
+        self, x: Float[Array, "*batch in_features"], *, key: Any = None
+    ) -> Float[Array, "*batch out_features"]:
         """From `(..., in_features)` to `(..., out_features)`, a vector or any number of them; `key` has no effect."""
         with at_path(self.kernel_path):
             hidden = gated_linear(

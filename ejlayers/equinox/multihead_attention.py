@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
 from ejkernel_ops import AttentionConfig
 
@@ -50,16 +51,16 @@ class MultiheadAttention(Pinned, eqx.nn.MultiheadAttention):
 
     def __call__(
         self,
-        query: Any,
-        key_: Any,
-        value: Any,
-        mask: Any = None,
+        query: Float[Array, "q_seq query_size"],
+        key_: Float[Array, "kv_seq key_size"],
+        value: Float[Array, "kv_seq value_size"],
+        mask: Shaped[Array, "q_seq kv_seq"] | Shaped[Array, "num_heads q_seq kv_seq"] | None = None,
         *,
         key: Any = None,
         inference: bool | None = None,
         deterministic: bool | None = None,
         process_heads: Callable | None = None,
-    ) -> Any:
+    ) -> Float[Array, "q_seq output_size"]:
         """Attention of queries to keys.
 
         Args:

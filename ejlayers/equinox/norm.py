@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from ejkernel_ops import NormConfig, layer_norm, rms_norm
 
@@ -22,7 +23,9 @@ class _Norm(Pinned):
     config_type = NormConfig
     kernel: ClassVar[Any]
 
-    def __call__(self: Any, x: Any, state: Any = _NO_STATE, *, key: Any = None) -> Any:
+    def __call__(
+        self: Any, x: Float[Array, "*shape"], state: Any = _NO_STATE, *, key: Any = None
+    ) -> Float[Array, "*shape"] | tuple[Float[Array, "*shape"], Any]:
         """The norm of an array of the layer's shape, and the state if one is passed; `key` has no effect."""
         given = () if state is _NO_STATE else (state,)
         x = jnp.asarray(x)

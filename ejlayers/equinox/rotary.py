@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from ejkernel_ops import RotaryConfig, rotary_embedding
 
@@ -43,7 +44,9 @@ class RotaryPositionalEmbedding(Pinned, eqx.nn.RotaryPositionalEmbedding):
     def __init__(self, *args: Any, config: RotaryConfig | None = None, backend: str | None = None, **kwargs: Any):
         super().__init__(*args, config=config, backend=backend, **kwargs)
 
-    def __call__(self, x: Any, *, offset: Any = 0, key: Any = None) -> Any:
+    def __call__(
+        self, x: Float[Array, "length embedding_size"], *, offset: int | Int[Array, ""] = 0, key: Any = None
+    ) -> Float[Array, "length embedding_size"]:
         """The tokens `(length, embedding_size)` turned by their positions.
 
         Args:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import initializers
 from flax.linen.linear import default_kernel_init
+from jaxtyping import Array, Bool, Float, Int
 
 from ejkernel_ops import AttentionConfig
 
@@ -92,15 +93,15 @@ class Attention(Pinned, nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: Any,
+        x: Float[Array, "*batch length in_features"],
         *,
-        positions: Any = None,
-        mask: Any = None,
-        bias: Any = None,
-        segment_ids: Any = None,
-        kv_lengths: Any = None,
+        positions: Int[Array, "*#batch length"] | None = None,
+        mask: Bool[Array, "..."] | None = None,
+        bias: Float[Array, "..."] | None = None,
+        segment_ids: Int[Array, "*batch length"] | None = None,
+        kv_lengths: Int[Array, "*batch"] | None = None,
         deterministic: bool | None = None,
-    ) -> Any:
+    ) -> Float[Array, "*batch length out_features"]:
         """From `(..., length, in_features)` to `(..., length, out_features)`.
 
         Args:

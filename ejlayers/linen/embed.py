@@ -7,6 +7,7 @@ from typing import Any
 
 from flax import linen as nn
 from flax.linen import dtypes
+from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
 
@@ -41,7 +42,7 @@ class Embed(Pinned, nn.Embed):
 
     config_type = LinearConfig
 
-    def attend(self, query: Any) -> Any:
+    def attend(self, query: Float[Array, "*batch features"]) -> Float[Array, "*batch num_embeddings"]:
         """Logits `(..., num_embeddings)` of `(..., features)`; the embedding is not copied into another layout."""
         if self.why_not(self):
             return undecorated(nn.Embed, "attend")(self, query)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import dtypes, initializers
 from flax.linen.linear import default_kernel_init
+from jaxtyping import Array, Float, Int
 
 from ejkernel_ops import LinearCrossEntropyConfig, linear_cross_entropy
 
@@ -73,7 +74,7 @@ class LMHead(Pinned, nn.Module):
         self.kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype) if not self.embedding else None
         self.bias = self.param("bias", initializers.zeros, vocab, self.param_dtype) if self.use_bias else None
 
-    def __call__(self, hidden: Any) -> Any:
+    def __call__(self, hidden: Float[Array, "*batch features"]) -> Float[Array, "*batch vocab_size"]:
         """Logits `(..., vocab_size)` in float32 of hidden states `(..., features)`."""
         hidden, weight, bias, layout = self._operands(hidden)
         with at_path(self.kernel_path):
@@ -82,7 +83,9 @@ class LMHead(Pinned, nn.Module):
                 precision=self.precision,
             )  # fmt: skip
 
-    def loss(self, hidden: Any, labels: Any, **options: Any) -> Any:
+    def loss(
+        self, hidden: Float[Array, "*batch features"], labels: Int[Array, "*batch"], **options: Any
+    ) -> Float[Array, ""] | Float[Array, "*batch"]:
         """The cross-entropy of labels `(...)`; options as `ejkernel_ops.linear_cross_entropy`: `z_loss` and so on."""
         hidden, weight, bias, layout = self._operands(hidden)
         with at_path(self.kernel_path):

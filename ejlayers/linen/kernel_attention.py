@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import dtypes
+from jaxtyping import Array, Float, Shaped
 
 from ejkernel_ops import AttentionConfig
 from ejkernel_ops.kernels.config import explicit_config
@@ -51,11 +52,11 @@ class KernelAttention:
 
     def __call__(  # Flax passes those arguments that it finds in the signature: each has to be named
         self,
-        query: Any,
-        key: Any,
-        value: Any,
-        bias: Any = None,
-        mask: Any = None,
+        query: Float[Array, "*batch q_len num_heads head_dim"],
+        key: Float[Array, "*batch kv_len num_heads head_dim"],
+        value: Float[Array, "*batch kv_len num_heads v_dim"],
+        bias: Float[Array, "..."] | None = None,
+        mask: Shaped[Array, "..."] | None = None,
         broadcast_dropout: bool = True,
         dropout_rng: Any = None,
         dropout_rate: float = 0.0,
@@ -67,7 +68,7 @@ class KernelAttention:
         einsum_dot_general: Any = None,
         qk_attn_weights_einsum: Any = None,
         attn_weights_value_einsum: Any = None,
-    ) -> Any:
+    ) -> Float[Array, "*batch q_len num_heads v_dim"]:
         """Attention as `nn.dot_product_attention` computes it; rows without a visible key give 0."""
         dropping = dropout_rate > 0.0 and not deterministic
         products = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 from jax import lax
+from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
 
@@ -69,7 +70,7 @@ class Dense(_LinearMap, nn.Dense):
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
     @nn.compact
-    def __call__(self, inputs: Any) -> Any:
+    def __call__(self, inputs: Float[Array, "*batch in_features"]) -> Float[Array, "*batch features"]:
         """The linear map over the last axis of `(..., in_features)`; returns `(..., features)`."""
         if self.why_not(self):
             return undecorated(nn.Dense, "__call__")(self, inputs)
@@ -100,7 +101,7 @@ class DenseGeneral(_LinearMap, nn.DenseGeneral):
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
     @nn.compact
-    def __call__(self, inputs: Any) -> Any:
+    def __call__(self, inputs: Float[Array, "..."]) -> Float[Array, "..."]:
         """The linear map over the layer's axes of an array; the new axes come last."""
         if self.why_not(self):
             return undecorated(nn.DenseGeneral, "__call__")(self, inputs)
@@ -146,7 +147,7 @@ class Einsum(_LinearMap, nn.Einsum):
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
     @nn.compact
-    def __call__(self, inputs: Any, einsum_str: str | None = None) -> Any:
+    def __call__(self, inputs: Float[Array, "..."], einsum_str: str | None = None) -> Float[Array, "..."]:
         """The product of inputs and kernel by the equation of the layer, or of the call."""
         product = einsum_as_linear(self.einsum_str or einsum_str, jnp.ndim(inputs))
         if product is None or self.why_not(self) or None not in (self.einsum_str, einsum_str):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import dtypes, initializers
 from flax.linen.linear import default_kernel_init
+from jaxtyping import Array, Float
 
 from ejkernel_ops import GatedLinearConfig, gated_linear
 
@@ -62,7 +63,7 @@ class GatedMLP(Pinned, nn.Module):
     config_type = GatedLinearConfig
 
     @nn.compact
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
         """From `(..., in_features)` to `(..., out_features)`."""
         out_features = jnp.shape(x)[-1] if self.out_features is None else self.out_features
         made = {name: getattr(self, name) for name in ("use_bias", "param_dtype", "kernel_init", "bias_init")}

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from flax import linen as nn
+from jaxtyping import Array, Float, Shaped
 
 from ejkernel_ops import AttentionConfig, ConfigError
 
@@ -78,16 +79,16 @@ class MultiHeadDotProductAttention(_KernelHeads, nn.MultiHeadDotProductAttention
     @nn.compact
     def __call__(
         self,
-        inputs_q: Any,
-        inputs_k: Any = None,
-        inputs_v: Any = None,
+        inputs_q: Float[Array, "*batch q_len in_features"],
+        inputs_k: Float[Array, "*batch kv_len in_kv_features"] | None = None,
+        inputs_v: Float[Array, "*batch kv_len in_v_features"] | None = None,
         *,
-        inputs_kv: Any = None,
-        mask: Any = None,
+        inputs_kv: Float[Array, "*batch kv_len in_kv_features"] | None = None,
+        mask: Shaped[Array, "..."] | None = None,
         deterministic: bool | None = None,
         dropout_rng: Any = None,
         sow_weights: bool = False,
-    ) -> Any:
+    ) -> Float[Array, "*batch q_len out_features"]:
         """Attention of `(..., length, in_features)`; with `decode`, of the next tokens, one or more, with a cache."""
         options = {
             "inputs_kv": inputs_kv, "mask": mask, "deterministic": deterministic, "dropout_rng": dropout_rng,
@@ -131,12 +132,12 @@ class SelfAttention(_KernelHeads, nn.SelfAttention):
     @nn.compact
     def __call__(
         self,
-        inputs_q: Any,
-        mask: Any = None,
+        inputs_q: Float[Array, "*batch length in_features"],
+        mask: Shaped[Array, "..."] | None = None,
         deterministic: bool | None = None,
         dropout_rng: Any = None,
         sow_weights: bool = False,
-    ) -> Any:
+    ) -> Float[Array, "*batch length out_features"]:
         """Self-attention of `(..., length, in_features)`."""
         options = {"deterministic": deterministic, "dropout_rng": dropout_rng, "sow_weights": sow_weights}
         return self._run(nn.SelfAttention, (inputs_q, mask), options)

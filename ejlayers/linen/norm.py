@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen import dtypes
+from jaxtyping import Array, Float
 
 from ejkernel_ops import NormConfig, layer_norm, rms_norm
 
@@ -65,7 +66,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
     @nn.compact
-    def __call__(self, x: Any, *, mask: Any = None) -> Any:
+    def __call__(self, x: Float[Array, "*batch features"], *, mask: Any = None) -> Float[Array, "*batch features"]:
         """The norm of `(..., features)`."""
         if mask is not None or self.why_not(self):
             return undecorated(nn.RMSNorm, "__call__")(self, x, mask=mask)
@@ -97,7 +98,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
     @nn.compact
-    def __call__(self, x: Any, *, mask: Any = None) -> Any:
+    def __call__(self, x: Float[Array, "*batch features"], *, mask: Any = None) -> Float[Array, "*batch features"]:
         """The norm of `(..., features)`."""
         if mask is not None or self.why_not(self):
             return undecorated(nn.LayerNorm, "__call__")(self, x, mask=mask)
