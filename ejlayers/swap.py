@@ -15,8 +15,9 @@ def swap(model: M, *, rules: Rules | None = None, config: Any = None) -> M:
 
     Flax NNX models are changed in place: same objects, so optimizers, tied and stacked layers stay as they are. Of
     Linen a new module is returned, whose layers are exchanged while it runs, and whose rules are tried in `init`; of
-    Equinox a new pytree: swap before the optimizer's state is made. Layers with functions of one's own (`attention_fn`, `dot_general`, `promote_dtype`), those that no kernel
-    computes, and subclasses, are left alone; `report` says so. Swapping twice is swapping once.
+    Equinox a new pytree: swap before the optimizer's state is made. Layers with functions of one's own (`attention_fn`,
+    `dot_general`, `promote_dtype`), those that no kernel computes, and subclasses, are left alone; `report` says so.
+    Swapping twice is swapping once.
 
     Args:
         model: a `flax.nnx.Module`, `flax.linen.Module` or `equinox.Module`.
