@@ -12,10 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 
 def is_low(dtype: Any) -> bool:
@@ -457,6 +458,11 @@ def pairwise(factors: dict[str, tuple]) -> Iterator[dict[str, Any]]:
         best = max(trials, key=lambda pairs: len(todo.intersection(pairs)))
         todo -= set(best)
         yield {n: factors[n][i] for pair in best for n, i in pair}
+
+
+def mostly_once(cases: Iterable[Any]) -> list[Any]:
+    """Cases for `parametrize`, of which a third runs on every version of JAX: numbers depend on it little."""
+    return [pytest.param(case, marks=[pytest.mark.once] if i % 3 else []) for i, case in enumerate(cases)]
 
 
 def case_name(case: dict[str, Any]) -> str:

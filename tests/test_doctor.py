@@ -74,6 +74,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.cpu
+@pytest.mark.once
 def test_on_a_cpu_xla_runs_every_op_and_nothing_is_to_do(tmp_path):
     done = doctor_in_a_process("--json", EJKERNEL_CACHE_DIR=str(tmp_path / "none"))
     assert done.returncode == 0, done.stdout + done.stderr

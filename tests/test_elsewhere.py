@@ -15,6 +15,8 @@ from flax import nnx
 import ejlayers
 from ejkernel_ops import find_labels_in_lowered
 
+pytestmark = pytest.mark.once
+
 WIDTH, HEADS, LENGTH, VOCAB, BATCH, STEPS = 32, 4, 12, 16, 8, 100
 
 

@@ -29,7 +29,7 @@ from ejkernel_ops.kernels import LINEAR_CROSS_ENTROPY
 from ejkernel_ops.registry import find_call
 from ejkernel_ops.utils.meta import call_sites, split_label
 
-from .reference import assert_as_good_as_plain, case_name, pairwise
+from .reference import assert_as_good_as_plain, case_name, mostly_once, pairwise
 from .reference import linear_cross_entropy as reference
 
 
@@ -85,7 +85,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize("case", list(pairwise(FACTORS)), ids=case_name)
+@pytest.mark.parametrize("case", mostly_once(pairwise(FACTORS)), ids=case_name)
 def test_loss_and_gradients_err_no_more_than_a_plain_computation(case):
     seed = zlib.crc32(case_name(case).encode())
     given = (case["rows"], 10, case["vocab"], *(case[n] for n in ("bias", "weighted", "layout", "dtype")))

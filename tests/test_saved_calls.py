@@ -168,6 +168,7 @@ result.save(sys.argv[2])
 """
 
 
+@pytest.mark.once
 def test_a_fresh_process_tunes_a_model_from_the_saved_calls_alone(tmp_path):
     from ejkernel_ops import AutotuningResult
 

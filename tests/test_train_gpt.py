@@ -16,6 +16,7 @@ from ejkernel_ops import AutotuningResult, device_fingerprint
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ["nnx", "linen", "equinox"]
+pytestmark = pytest.mark.once
 
 
 @pytest.fixture(autouse=True)
