@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,9 +14,8 @@ from ejkernel_ops import AttentionConfig
 from ejkernel_ops.kernels.config import explicit_config
 
 from ..cache import attend_cached
+from ..fallback import tell_fallback
 from ..functional import at_path, attend
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +71,7 @@ class KernelAttention:
         dropping = dropout_rate > 0.0 and not deterministic
         products = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
         if reason := _no_kernel(module is not None, dropping and broadcast_dropout, any(products)):
-            report_fallback(reason)
+            tell_fallback(reason)
             return nn.dot_product_attention(
                 query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
                 precision, module, force_fp32_for_softmax, *products,
@@ -93,16 +91,6 @@ def _no_kernel(sowing: bool, shared_dropout: bool, own_products: bool) -> str | 
     if shared_dropout:
         return "broadcast_dropout=True"
     return "products of one's own" if own_products else None
-
-
-_reported: set[str] = set()
-
-
-def report_fallback(reason: str) -> None:
-    """Says once that attention of a kind has no kernel."""
-    if reason not in _reported:
-        _reported.add(reason)
-        _log.warning("attention with %s runs as Flax's own, not as a kernel", reason)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Shaped
 
 from ejkernel_ops import AttentionConfig, ConfigError
 
-from .kernel_attention import CachedAttention, KernelAttention, report_fallback
+from ..fallback import tell_fallback
+from .kernel_attention import CachedAttention, KernelAttention
 from .pinned import Pinned
 from .twins import twin, undecorated
 
@@ -30,7 +31,7 @@ class _KernelHeads(Pinned):
         """The stock layer's call, with the kernel as its attention, and its cache where it decodes."""
         plain, caching = KernelAttention(self.config, self.backend, self.kernel_path), self.decode
         if caching and (options["sow_weights"] or self._is_dropping(options) or self.qk_attn_weights_einsum_cls):
-            report_fallback("a cache, and dropout, sown weights or products of one's own,")
+            tell_fallback("a cache, and dropout, sown weights or products of one's own,")
             seen = twin(self, stock)
         elif caching:
             seen = twin(self, stock, decode=False, attention_fn=CachedAttention(self, plain))

@@ -1,0 +1,85 @@
+"""An attention function for Flax NNX's own attention layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from jaxtyping import Array, Float, Shaped
+
+from ejkernel_ops import AttentionConfig
+from ejkernel_ops.kernels.config import explicit_config
+
+from ..fallback import tell_fallback
+from ..functional import at_path, attend
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelAttention:
+    """An `attention_fn` for `nnx.MultiHeadAttention` that honours every argument that Flax passes.
+
+    Two things have no kernel and run as Flax's own attention, with one log line: sown attention weights,
+    and dropout that is shared over batch and heads (`broadcast_dropout=True`, Flax's default).
+
+    Args:
+        config: back end and tile sizes; what it leaves open is chosen.
+        backend: back end, or `None` for the best one.
+        path: dotted path of the module, while `explain` asks for it.
+
+    Example:
+        >>> from flax import nnx
+        >>> layer = nnx.MultiHeadAttention(
+        ...     2, 8, decode=False, attention_fn=KernelAttention(), rngs=nnx.Rngs(0))
+        >>> layer(nnx.Rngs(1).normal((1, 3, 8))).shape
+        (1, 3, 8)
+    """
+
+    config: AttentionConfig | None = None
+    backend: str | None = None
+    path: str | None = None
+
+    def __post_init__(self):
+        explicit_config(AttentionConfig, self.config, None, self.backend)  # what is wrong with them is an error now
+
+    def __call__(
+        self,
+        query: Float[Array, "*batch q_len num_heads head_dim"],
+        key: Float[Array, "*batch kv_len num_kv_heads head_dim"],
+        value: Float[Array, "*batch kv_len num_kv_heads v_dim"],
+        bias: Float[Array, "..."] | None = None,
+        mask: Shaped[Array, "..."] | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        promote_dtype: Any = dtypes.promote_dtype,
+        is_causal: bool = False,
+    ) -> Float[Array, "*batch q_len num_heads v_dim"]:
+        """Attention as `nnx.dot_product_attention` computes it; rows without a visible key give 0."""
+        dropping = dropout_rate > 0.0 and not deterministic
+        if module is not None or (dropping and broadcast_dropout):
+            tell_fallback("sow_weights=True" if module is not None else "broadcast_dropout=True")
+            if is_causal and mask is not None:  # Flax cannot join them where the mask broadcasts
+                mask, is_causal = jnp.asarray(mask, bool) & _lower_triangle(query, key), False
+            return nnx.dot_product_attention(
+                query, key, value, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
+                dropout_rate=dropout_rate, deterministic=deterministic, dtype=dtype, precision=precision, module=module,
+                promote_dtype=promote_dtype, is_causal=is_causal,
+            )  # fmt: skip
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        with at_path(self.path):
+            return attend(
+                query, key, value, bias=bias, mask=mask, causal=is_causal, precision=precision, config=self.config,
+                backend=self.backend, dropout_rate=dropout_rate if dropping else 0.0, dropout_rng=dropout_rng,
+            )  # fmt: skip
+
+
+def _lower_triangle(query: Any, key: Any) -> Any:
+    """Which keys are no later than a query, `(q_len, kv_len)`."""
+    return jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)
