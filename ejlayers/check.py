@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel_ops import ConfigError
+
 from .frameworks import adapter_of
 
 
@@ -70,7 +72,7 @@ def check(model: Any, *inputs: Any, per_module: bool = False, **kwargs: Any) -> 
         Largest differences.
 
     Raises:
-        ConfigError: a model of no known framework.
+        ConfigError: a model of no known framework, or one that was not swapped.
 
     Example:
         >>> from flax import nnx
@@ -83,6 +85,8 @@ def check(model: Any, *inputs: Any, per_module: bool = False, **kwargs: Any) -> 
     if inputs and adapter.is_model(inputs[0]):
         original, model, inputs = model, inputs[0], inputs[1:]
     else:
+        if not any(row.replaced for row in adapter.rows(model, inputs, kwargs)):
+            raise ConfigError("no layer of model is one of ours; pass what ejlayers.swap(model) returned")
         original = adapter.original(model)
     want = adapter.value_and_grads(original, inputs, kwargs)
 

@@ -143,6 +143,11 @@ def test_check_sees_a_difference():
     assert "outputs differ" in str(report)
 
 
+def test_check_refuses_a_model_that_was_not_swapped():
+    with pytest.raises(ek.ConfigError, match="no layer of model is one of ours"):
+        ejlayers.check(model(), X)
+
+
 @pytest.mark.cpu
 def test_check_says_which_layer_differs():
     m = ejlayers.swap(nnx.Sequential(*(nnx.LayerNorm(512, rngs=nnx.Rngs(0)) for _ in range(2))))
@@ -285,6 +290,7 @@ def test_tune_takes_abstract_arguments_and_functions_of_arrays():
     assert result.step_ms is None
 
 
+@pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")  # treescope walks all of NumPy
 def test_a_module_shows_what_it_pins():
     m = ejlayers.swap(model(), config=[ek.LinearConfig(backend="xla"), ek.AttentionConfig(backend="xla")])
     for text in (repr(m), treescope.render_to_text(m, ignore_exceptions=False)):

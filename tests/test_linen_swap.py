@@ -465,3 +465,24 @@ def test_check_sees_a_difference_and_takes_collections_that_change():
     assert report.output_abs < 1e-5
     wide = ejlayers.check(nn.LayerNorm(), ejlayers.swap(nn.LayerNorm(epsilon=1.0)), nn.LayerNorm().init(KEY, X), X)
     assert wide.output_abs > 0.1
+
+
+class Outer(nn.Module):
+    inner: nn.Module
+
+    @nn.compact
+    def __call__(self, x, mask):
+        return nn.Dense(7)(self.inner(x, mask=mask))
+
+
+def test_the_stock_model_has_none_of_a_model_that_was_swapped_apart():
+    x = jax.random.normal(jax.random.key(0), (2, 6, 16))
+    mask = jnp.ones((2, 1, 6, 6), bool).at[1, :, 3:].set(False)  # queries that see nothing, at which ours differs
+    stock = Outer(nn.MultiHeadDotProductAttention(4))
+    variables = stock.init(jax.random.key(0), x, mask)
+    want = ejlayers.check(ejlayers.swap(stock), variables, x, mask)
+    nested = ejlayers.swap(Outer(ejlayers.swap(nn.MultiHeadDotProductAttention(4))))
+    got = ejlayers.check(nested, variables, x, mask)
+    assert got.output_abs == pytest.approx(want.output_abs, rel=1e-5)
+    assert got.output_abs > 0.1
+    assert ejlayers.report(nested).original() == ejlayers.report(nested).revert() == stock

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -175,7 +175,25 @@ def changed(model: Any, change: Change) -> Any:
 def original(model: Any) -> Any:
     """The model without changes; a layer of ours as the stock one."""
     kind = original_type(model)
-    return _made(model, STOCK.get(kind, kind))
+    return _made(model, STOCK.get(kind, kind), _unswapped)
+
+
+def _unswapped(value: Any) -> Any:
+    """The value of a field, with the models in it that were swapped apart as they were before."""
+
+    def one(x):
+        if not isinstance(x, nn.Module):
+            return x
+        return original(x) if isinstance(x, Swapped) else _made(x, type(x), _unswapped)
+
+    return jax.tree.map(one, value, is_leaf=lambda x: isinstance(x, nn.Module)) if _holds_swapped(value) else value
+
+
+def _holds_swapped(value: Any) -> bool:
+    """Whether there is a swapped model in the value of a field, or in the fields of a model in it."""
+    found = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nn.Module))
+    modules = [x for x in found if isinstance(x, nn.Module)]
+    return any(isinstance(x, Swapped) or any(map(_holds_swapped, _fields(x, type(x)).values())) for x in modules)
 
 
 def _remade(model: Any, changes: tuple[Change, ...]) -> Any:
@@ -201,11 +219,15 @@ def _swapped_class(kind: type, base: type, changes: tuple[Change, ...]) -> type:
     return found
 
 
-def _made(model: Any, kind: Any) -> Any:
-    """A module of another class with the fields of a model."""
+def _made(model: Any, kind: Any, change: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A module of another class with the fields of a model, changed or not."""
+    return kind(**{name: change(value) for name, value in _fields(model, kind).items()}, parent=None)
+
+
+def _fields(model: Any, kind: Any) -> dict[str, Any]:
+    """What a model has of the fields of a class."""
     names = {field.name for field in dataclasses.fields(kind) if field.init} - {"parent"}
-    fields = {name: getattr(model, name) for name in names if hasattr(model, name)}
-    return kind(**fields, parent=None)
+    return {name: getattr(model, name) for name in names if hasattr(model, name)}
 
 
 def visited(model: Any, run: Any) -> list[Row]:
