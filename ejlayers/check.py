@@ -73,6 +73,7 @@ def check(model: Any, *inputs: Any, per_module: bool = False, **kwargs: Any) -> 
 
     Raises:
         ConfigError: a model of no known framework, or one that was not swapped.
+        ValueError: models whose outputs or parameters have different structures or shapes.
 
     Example:
         >>> from flax import nnx
@@ -103,9 +104,10 @@ def check(model: Any, *inputs: Any, per_module: bool = False, **kwargs: Any) -> 
 
 def _combination(out: Any) -> Any:
     """A scalar that depends on every float output."""
-    leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
+    leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
     keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
-    parts = [jnp.vdot(jax.random.normal(key, x.shape), x.astype(jnp.float32)) for key, x in zip(keys, leaves)]
+    leaves = [jnp.asarray(x, jnp.float32) for x in leaves]
+    parts = [jnp.vdot(jax.random.normal(key, x.shape), x) for key, x in zip(keys, leaves)]
     return sum(parts, jnp.zeros(()))
 
 
@@ -133,6 +135,9 @@ def _difference(first: Any, second: Any) -> tuple[float, float]:
 
     The largest of all, not of each leaf: some gradients, such as that of a key's bias, are exactly 0 but for rounding.
     """
+    shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (first, second)]
+    if shapes[0] != shapes[1]:  # what their structures are does not matter: gradients have the classes of the layers
+        raise ValueError(f"the models have outputs, or gradients, of different shapes: {shapes[0]} and {shapes[1]}")
     pairs = [[np.asarray(x, np.float64) for x in pair] for pair in zip(jax.tree.leaves(first), jax.tree.leaves(second))]
     worst = np.max([0.0, *(_worst(a, b) for a, b in pairs)])
     largest = np.max([0.0, *(np.abs(a[np.isfinite(a)]).max(initial=0.0) for a, _ in pairs)])

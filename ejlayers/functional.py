@@ -25,6 +25,7 @@ from ejkernel_ops import (
     rotary_embedding,
 )
 from ejkernel_ops.core.snapshot import current, entered
+from ejkernel_ops.kernels.activations import ACTIVATIONS, check_activation
 from ejkernel_ops.kernels.config import as_array
 
 CONFIGS = (AttentionConfig, LinearConfig, GatedLinearConfig, NormConfig, RotaryConfig, LinearCrossEntropyConfig)
@@ -42,36 +43,46 @@ def explaining() -> bool:
     return current().path is not None
 
 
-def logits(
-    hidden: jax.Array,
-    weight: jax.Array,
-    bias: Any,
-    *,
-    weight_layout: str,
-    logits_soft_cap: float | None,
-    precision: Any,
-) -> jax.Array:
-    """Logits in float32 of hidden states, capped or not.
-
-    Args:
-        hidden: `(..., features)`.
-        weight: `(features, vocab_size)` for `"io"`, `(vocab_size, features)` for `"oi"`.
-        bias: `(vocab_size,)` or `None`.
-        weight_layout: `"io"` or `"oi"`.
-        logits_soft_cap: logits become `cap * tanh(logits / cap)`.
-        precision: as in `jax.lax.Precision`.
-
-    Returns:
-        `(..., vocab_size)`.
+def with_bias(preferred: Any, bias: jax.Array | None) -> Any:
+    """The type of a linear layer's result: what is preferred for the product, after the bias was added.
 
     Example:
-        >>> options = {"weight_layout": "io", "logits_soft_cap": 30.0, "precision": None}
-        >>> logits(jnp.ones((2, 3)), jnp.ones((3, 5)), None, **options).shape
-        (2, 5)
+        >>> with_bias(jnp.bfloat16, jnp.zeros(3))
+        dtype('float32')
     """
-    options = {"preferred_element_type": jnp.float32, "precision": precision}
-    out = linear(hidden, weight, bias, weight_layout=weight_layout, **options)
-    return out if logits_soft_cap is None else logits_soft_cap * jnp.tanh(out / logits_soft_cap)
+    return preferred if preferred is None or bias is None else jnp.result_type(preferred, bias)
+
+
+def activated(name: str, x: jax.Array) -> jax.Array:
+    """An activation by its name, as `gated_linear` knows it.
+
+    Raises:
+        ValueError: an unknown name.
+
+    Example:
+        >>> float(activated("relu", jnp.float32(-1.0)))
+        0.0
+    """
+    check_activation(name)
+    return ACTIVATIONS[name](x)
+
+
+def zero_where_unseen(out: jax.Array, mask: Any) -> jax.Array:
+    """Outputs of attention that has no kernel, with 0 for the queries that may see no key.
+
+    Args:
+        out: `(..., q_len, num_heads, head_dim)`.
+        mask: broadcastable to `(..., num_heads, q_len, kv_len)`, or `None`.
+
+    Example:
+        >>> zero_where_unseen(jnp.ones((2, 1, 1)), jnp.array([[True], [False]]))[:, 0, 0]
+        Array([1., 0.], dtype=float32)
+    """
+    if mask is None:
+        return out
+    seen = jnp.asarray(mask, bool).any(-1)  # (..., num_heads, q_len)
+    seen = seen.reshape((1,) * max(0, 2 - seen.ndim) + seen.shape)
+    return jnp.where(jnp.swapaxes(seen, -1, -2)[..., None], out, 0)
 
 
 def attend(

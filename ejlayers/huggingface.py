@@ -94,6 +94,8 @@ def _source(parameter: str, names: Mapping[str, str], tensors: Mapping[str, Any]
 
 def _fitted(name: str, tensor: Any, parameter: str, leaf: Any) -> Any:
     """A tensor in the layout, shape, type and sharding of a parameter."""
+    if parameter.rpartition(".")[2] in _TRANSPOSED and tensor.ndim > 2:
+        raise ValueError(f"tensor {name!r} has sizes {tensor.shape}; expected a matrix for the kernel {parameter}")
     transposed = parameter.rpartition(".")[2] in _TRANSPOSED and tensor.ndim == 2
     tensor = tensor.T if transposed else tensor
     sizes = (leaf.shape, tensor.shape)
@@ -101,7 +103,8 @@ def _fitted(name: str, tensor: Any, parameter: str, leaf: Any) -> Any:
         raise ValueError(f"tensor {name!r} has sizes {sizes[1]} for parameter {parameter}, which has {sizes[0]}")
     array = jnp.asarray(np.asarray(tensor).reshape(leaf.shape), leaf.dtype)
     sharding = getattr(leaf, "sharding", None)
-    return array if sharding is None else jax.device_put(array, sharding)
+    is_free = isinstance(leaf, jax.Array) and not leaf.committed  # it goes where other operands are, and shall go on so
+    return array if sharding is None or is_free else jax.device_put(array, sharding)
 
 
 def _is_split(here: tuple[int, ...], there: tuple[int, ...]) -> bool:

@@ -27,11 +27,15 @@ class RuleBook:
     """
 
     def __init__(self, rules: Rules | None):
+        if rules is not None and not isinstance(rules, Mapping):
+            raise ConfigError(f"rules is a {type(rules).__name__}; expected a mapping of path patterns or types")
         self.rules = dict(rules or {})
         self.paths: list[str] = []  # of the layers that were asked for
         self.used: set[str | type] = set()
         self.taken: dict[str | type, str | type] = {}  # rule -> one before it that takes its layers
         for pattern, value in self.rules.items():
+            if not isinstance(pattern, (str, type)):
+                raise ConfigError(f"rules has the key {pattern!r}; expected a dotted path pattern or a type")
             if not isinstance(value, (bool, *CONFIGS)):
                 expected = ", ".join(c.__name__ for c in CONFIGS)
                 raise ConfigError(f"rule {pattern!r} is {value!r}; expected True, False or one of {expected}")

@@ -89,7 +89,8 @@ def attend_heads(
     if layer.rotary is not None:
         if positions is None:
             positions = (0 if cache is None else cache[2]) + jnp.arange(query.shape[-3])
-        query, key = (layer.rotary(x, jnp.asarray(positions)) for x in (query, key))
+        with at_path(path):
+            query, key = (layer.rotary(x, jnp.asarray(positions)) for x in (query, key))
     options |= {
         "sliding_window": layer.sliding_window, "softmax_scale": layer.softmax_scale, "sinks": sinks,
         "logits_soft_cap": layer.logits_soft_cap, "precision": layer.precision, "config": layer.config,

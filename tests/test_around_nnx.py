@@ -87,8 +87,10 @@ def test_rules_choose_by_path_and_type_and_the_first_wins():
         ejlayers.swap(model(), rules={"**": True, "head": False})
     with pytest.raises(ek.ConfigError, match="expected a AttentionConfig"):
         ejlayers.swap(model(), rules={"**.attention": config})
-    with pytest.raises(ek.ConfigError, match="expected True, False or"):
-        ejlayers.swap(model(), rules={"**": 3})
+    for rules, message in (({"**": 3}, "expected True, False or"), ({0: True}, "the key 0; expected a dotted path"),
+                           (["**"], "rules is a list; expected a mapping")):  # fmt: skip
+        with pytest.raises(ek.ConfigError, match=message):
+            ejlayers.swap(model(), rules=rules)
 
 
 def test_a_config_that_no_layer_takes_is_refused():
@@ -146,6 +148,19 @@ def test_check_sees_a_difference():
 def test_check_refuses_a_model_that_was_not_swapped():
     with pytest.raises(ek.ConfigError, match="no layer of model is one of ours"):
         ejlayers.check(model(), X)
+
+
+def test_check_refuses_outputs_of_other_shapes():
+    class Twice(nnx.Module):
+        def __init__(self, count):
+            self.count, self.head = count, nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return (self.head(x),) * self.count + (1,)
+
+    assert ejlayers.check(Twice(1), ejlayers.swap(Twice(1)), jnp.ones((2, 4))).output_abs < 1e-5
+    with pytest.raises(ValueError, match="of different shapes"):
+        ejlayers.check(Twice(2), Twice(1), jnp.ones((2, 4)))
 
 
 @pytest.mark.cpu

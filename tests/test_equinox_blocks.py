@@ -293,3 +293,16 @@ def test_a_model_of_them_learns_and_its_modules_pin_configs():
     with pytest.raises(ek.ConfigError, match="expected a GatedLinearConfig"):
         ejlayers.set_config(model, {"mlps.0": pinned["**.head"]})
     assert float(train(model, state, LABELS)[2]) < losses[0] / 3
+
+
+def test_a_layer_put_in_the_place_of_a_gate_counts():
+    class Shifted(ejlayers.equinox.Linear):
+        def __call__(self, x, *, key=None):
+            return super().__call__(x) + 100.0
+
+    mlp = ejlayers.equinox.GatedMLP(16, 8, key=jax.random.key(0))
+    shifted = eqx.tree_at(lambda m: m.gate, mlp, Shifted(16, 8, use_bias=False, key=jax.random.key(1)))
+    x = jax.random.normal(jax.random.key(2), (3, 16))
+    want = (jax.nn.silu(x @ shifted.gate.weight.T + 100.0) * (x @ mlp.up.weight.T)) @ mlp.down.weight.T
+    np.testing.assert_allclose(jax.vmap(shifted)(x), want, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(shifted(x), want, rtol=1e-4, atol=1e-3)

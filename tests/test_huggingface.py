@@ -137,3 +137,18 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(change, names, mess
     assert jax.tree.all(jax.tree.map(np.array_equal, before, nnx.state(model)))
     if "extra.weight" in tensors:
         ejlayers.from_huggingface(model, tensors, names, ignore=["extra.*"])
+
+
+@pytest.mark.cpu
+def test_parameters_go_on_following_sharded_inputs():
+    mesh = jax.make_mesh((2,), ("data",))
+    x = jax.device_put(np.ones((4, 16), np.float32), jax.NamedSharding(mesh, jax.P("data")))
+    layer = nnx.Linear(16, 11, rngs=nnx.Rngs(0))
+    tensors = {"head.weight": TENSORS["lm_head.weight"], "head.bias": np.zeros(11)}
+    assert ejlayers.from_huggingface(layer, tensors, {"": "head"})(x).shape == (4, 11)
+
+
+def test_a_kernel_of_more_axes_is_refused():
+    layer = nnx.Conv(2, 2, (2,), use_bias=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"sizes \(2, 2, 2\); expected a matrix"):
+        ejlayers.from_huggingface(layer, {"c.weight": np.ones((2, 2, 2))}, {"": "c"})

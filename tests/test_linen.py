@@ -364,10 +364,21 @@ def test_what_does_not_fit_into_a_cache_is_an_error_or_nan():
         checkify.checkify(step)(variables, X[:, 6:])[0].throw()
 
 
-def test_decoding_with_what_has_no_kernel_runs_as_flax_does():
+def test_decoding_with_what_has_no_kernel_draws_as_flax_does_and_takes_several_tokens():
     layer, variables = decoding(dropout_rate=0.5, deterministic=False)
     stock = nn.MultiHeadDotProductAttention(4, decode=True, dropout_rate=0.5, deterministic=False)
     a, b = (m.apply(variables, X[:, :1], rngs={"dropout": KEY}, mutable="cache")[0] for m in (stock, layer))
     close(a, b)
-    with pytest.raises(ValueError, match="expected query shape"):
-        layer.apply(variables, X[:, :2], rngs={"dropout": KEY}, mutable="cache")
+    quiet, variables = decoding(dropout_rate=1e-6, deterministic=False)
+    whole = quiet.clone(decode=False).apply(
+        {"params": variables["params"]}, X, mask=nn.make_causal_mask(X[..., 0]), rngs={"dropout": KEY}
+    )
+    parts = []
+    for a, b in ((0, 3), (3, 4), (4, 8)):
+        out, cache = quiet.apply(variables, X[:, a:b], rngs={"dropout": KEY}, mutable="cache")
+        variables = variables | cache
+        parts.append(out)
+    close(jnp.concatenate(parts, 1), whole[:, :8], 1e-4)
+    with pytest.raises(ValueError, match="room for"):
+        for _ in range(3):
+            variables = variables | quiet.apply(variables, X[:, :1], rngs={"dropout": KEY}, mutable="cache")[1]

@@ -486,3 +486,23 @@ def test_the_stock_model_has_none_of_a_model_that_was_swapped_apart():
     assert got.output_abs == pytest.approx(want.output_abs, rel=1e-5)
     assert got.output_abs > 0.1
     assert ejlayers.report(nested).original() == ejlayers.report(nested).revert() == stock
+
+
+def doubled(run, args, kwargs, context):
+    return run(*args, **kwargs) * (
+        2 if isinstance(context.module, nn.Dense) and context.method_name == "__call__" else 1
+    )
+
+
+class WithInterceptor(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        with nn.intercept_methods(doubled):
+            return nn.Dense(4)(x)
+
+
+def test_an_interceptor_that_a_model_enters_is_heeded():
+    x = jax.random.normal(jax.random.key(0), (2, 16))
+    variables = WithInterceptor().init(jax.random.key(0), x)
+    want = WithInterceptor().apply(variables, x)
+    np.testing.assert_allclose(ejlayers.swap(WithInterceptor()).apply(variables, x), want, atol=1e-5)

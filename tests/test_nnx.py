@@ -292,7 +292,7 @@ def test_bad_arguments_are_refused_as_by_the_stock_layer():
     with pytest.raises(ValueError, match="Incompatible input dimension"):
         layer(jnp.ones((2, 3, 5)))
     with pytest.raises(ek.ConfigError, match="attention_fn"):
-        ejlayers.nnx.MultiHeadAttention(4, WIDTH, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(0))
+        ejlayers.nnx.MultiHeadAttention(4, WIDTH, attention_fn=lambda q, k, v, **kwargs: v, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="features"):
         ejlayers.nnx.Linear(4, 5, rngs=nnx.Rngs(0))(jnp.ones((2, 3)))
 
@@ -312,3 +312,45 @@ def test_bad_configs_are_refused_where_the_layer_is_made_or_changed():
                 make(**bad)
         with pytest.raises(ek.ConfigError, match="config is 3"):
             make().pin(config=3)
+
+
+@pytest.mark.parametrize("kwargs", [{"sow_weights": True}, {"deterministic": False}])
+def test_decoding_with_what_has_no_kernel_is_causal_and_does_not_overrun(kwargs):
+    layer = ejlayers.nnx.MultiHeadAttention(
+        4, WIDTH, decode=True, dropout_rate=1e-6, deterministic=True, rngs=nnx.Rngs(3)
+    )
+    want = layer(X, decode=False, is_causal=True)
+    layer.init_cache((2, 9, WIDTH))
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Flax's own, about its own sow
+        got = [layer(X[:, a:b], is_causal=True, **kwargs) for a, b in ((0, 4), (4, 5), (5, 9))]
+        np.testing.assert_allclose(jnp.concatenate(got, 1), want, atol=1e-4)
+        with pytest.raises(ValueError, match="the cache has room for 9 tokens"):
+            layer(X[:, :1], **kwargs)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"sow_weights": True}, {"deterministic": False}])
+def test_a_query_that_sees_nothing_gives_zero_however_it_is_computed(kwargs):
+    layer = ejlayers.nnx.MultiHeadAttention(
+        4, WIDTH, decode=False, use_bias=False, dropout_rate=0.1, deterministic=True, rngs=nnx.Rngs(3)
+    )
+    mask = jnp.ones((2, 1, 9, 9), bool).at[1, :, 3:].set(False)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        out = layer(X, mask=mask, **kwargs)
+    np.testing.assert_array_equal(out[1, 3:], 0)
+    assert np.abs(out[0]).min(-1).max() > 0
+
+
+@pytest.mark.parametrize("name", ["linear", "linear without bias", "linear over the last axis", "einsum with dots"])
+def test_a_preferred_type_is_that_of_the_product_before_the_bias(name):
+    stock, ours, args, kwargs = LAYERS[name]
+    if name == "einsum with dots":
+        args = (*args, (4,))  # a bias
+    types = [
+        layer(*args, **kwargs, preferred_element_type=jnp.bfloat16, rngs=nnx.Rngs(0))(X).dtype
+        for layer in (stock, ours)
+    ]
+    assert types[0] == types[1]
+
+
+def test_the_stock_attention_function_is_no_other_one():
+    ejlayers.nnx.MultiHeadAttention(4, WIDTH, attention_fn=nnx.dot_product_attention, rngs=nnx.Rngs(3))

@@ -204,3 +204,27 @@ def test_a_model_of_them_learns_and_its_modules_pin_configs():
     with pytest.raises(ek.ConfigError, match="expected a GatedLinearConfig"):
         ejlayers.set_config(model, {"mlps.0": pinned["head"]})
     assert float(train(model, optimizer, LABELS)) < losses[0] / 3
+
+
+def test_evaluation_turns_dropout_off_and_a_view_decodes():
+    layer = attention(dropout_rate=0.5)
+    assert not np.allclose(layer(X), layer(X))
+    layer.eval()
+    np.testing.assert_array_equal(layer(X), layer(X))
+    decoder = nnx.view(layer, decode=True, batch_size=2, max_length=9)
+    np.testing.assert_allclose(jnp.concatenate([decoder(X[:, :4]), decoder(X[:, 4:])], 1), layer(X), atol=1e-5)
+
+
+def test_a_layer_put_in_the_place_of_a_gate_counts():
+    mlp = ejlayers.nnx.GatedMLP(16, 8, rngs=nnx.Rngs(0))
+    mlp.gate = nnx.LoRALinear(16, 8, lora_rank=2, use_bias=False, rngs=nnx.Rngs(1))
+    mlp.gate.lora.lora_b[...] += 1.0
+    want = (jax.nn.silu(mlp.gate(X)) * (X @ mlp.up.kernel[...])) @ mlp.down.kernel[...]
+    np.testing.assert_allclose(mlp(X), want, rtol=1e-4, atol=1e-5)
+
+
+def test_options_of_a_call_of_the_loss_come_before_the_layers():
+    head = ejlayers.nnx.LMHead(16, 11, config=ek.LinearCrossEntropyConfig(recompute=True), rngs=nnx.Rngs(0))
+    labels = jnp.zeros((2, 9), int)
+    given = ek.LinearCrossEntropyConfig(recompute=False)
+    np.testing.assert_allclose(head.loss(X, labels, config=given), head.loss(X, labels), rtol=1e-5)

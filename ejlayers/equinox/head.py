@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ejkernel_ops import LinearCrossEntropyConfig, linear_cross_entropy
+from ejkernel_ops import LinearCrossEntropyConfig
 
-from ..functional import at_path, logits
+from ..lm_head import head_logits, head_loss
 from .pinned import Pinned
 
 
@@ -50,6 +50,7 @@ class LMHead(Pinned):
     logits_soft_cap: float | None = eqx.field(static=True)
 
     config_type = LinearCrossEntropyConfig
+    precision: ClassVar[Any] = None  # JAX's default
 
     def __init__(
         self,
@@ -80,11 +81,7 @@ class LMHead(Pinned):
         key: Any = None,
     ) -> Float[Array, "*batch vocab_size"]:
         """Logits `(..., vocab_size)` in float32 of hidden states `(..., features)`; `key` has no effect."""
-        with at_path(self.kernel_path):
-            return logits(
-                hidden, self._weight(weight), self.bias, weight_layout="oi", logits_soft_cap=self.logits_soft_cap,
-                precision=None,
-            )  # fmt: skip
+        return head_logits(self, hidden, self._weight(weight), self.bias, "oi")
 
     def loss(
         self,
@@ -111,11 +108,7 @@ class LMHead(Pinned):
         Raises:
             ValueError: shapes that do not fit, or a weight that is missing or given twice.
         """
-        with at_path(self.kernel_path):
-            return linear_cross_entropy(
-                hidden, self._weight(weight), labels, bias=self.bias, weight_layout="oi",
-                logits_soft_cap=self.logits_soft_cap, config=self.config, backend=self.backend, **options,
-            )  # fmt: skip
+        return head_loss(self, hidden, self._weight(weight), self.bias, "oi", labels, options)
 
     def _weight(self, given: Any) -> Any:
         """The weight, of the module or of the call."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from ejkernel_ops import GatedLinearConfig, gated_linear
 
-from ..functional import at_path
+from ..functional import activated, at_path
 from .linear import Linear
 from .pinned import Pinned
 
@@ -20,7 +20,8 @@ class GatedMLP(Pinned):
     """`down(activation(gate(x)) * up(x))`, the MLP of Llama and its kin: both products and the gate are one kernel.
 
     Parameters are those of three `Linear` layers, `gate`, `up` and `down`. The first two are there for their parameters
-    alone: what they pin has no effect, what this layer pins has.
+    alone: what they pin has no effect, what this layer pins has. Where another kind of layer is put in the place of one
+    of them, both are called, and their product has no kernel of its own.
 
     Args:
         in_features: features of inputs and, by default, of outputs.
@@ -76,6 +77,9 @@ class GatedMLP(Pinned):
         self, x: Float[Array, "*batch in_features"], *, key: Any = None
     ) -> Float[Array, "*batch out_features"]:
         """From `(..., in_features)` to `(..., out_features)`, a vector or any number of them; `key` has no effect."""
+        if not all(type(layer) in (Linear, eqx.nn.Linear) for layer in (self.gate, self.up)):  # such as one with LoRA
+            gate, up, down = (jnp.vectorize(f, signature="(in)->(out)") for f in (self.gate, self.up, self.down))
+            return down(activated(self.activation, gate(x)) * up(x))
         with at_path(self.kernel_path):
             hidden = gated_linear(
                 x, self.gate.weight, self.up.weight, gate_bias=self.gate.bias, up_bias=self.up.bias,

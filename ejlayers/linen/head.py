@@ -11,9 +11,9 @@ from flax.linen import dtypes, initializers
 from flax.linen.linear import default_kernel_init
 from jaxtyping import Array, Float, Int
 
-from ejkernel_ops import LinearCrossEntropyConfig, linear_cross_entropy
+from ejkernel_ops import LinearCrossEntropyConfig
 
-from ..functional import at_path, logits
+from ..lm_head import head_logits, head_loss
 from .pinned import Pinned
 
 
@@ -76,23 +76,13 @@ class LMHead(Pinned, nn.Module):
 
     def __call__(self, hidden: Float[Array, "*batch features"]) -> Float[Array, "*batch vocab_size"]:
         """Logits `(..., vocab_size)` in float32 of hidden states `(..., features)`."""
-        hidden, weight, bias, layout = self._operands(hidden)
-        with at_path(self.kernel_path):
-            return logits(
-                hidden, weight, bias, weight_layout=layout, logits_soft_cap=self.logits_soft_cap,
-                precision=self.precision,
-            )  # fmt: skip
+        return head_logits(self, *self._operands(hidden))
 
     def loss(
         self, hidden: Float[Array, "*batch features"], labels: Int[Array, "*batch"], **options: Any
     ) -> Float[Array, ""] | Float[Array, "*batch"]:
         """The cross-entropy of labels `(...)`; options as `ejkernel_ops.linear_cross_entropy`: `z_loss` and so on."""
-        hidden, weight, bias, layout = self._operands(hidden)
-        with at_path(self.kernel_path):
-            return linear_cross_entropy(
-                hidden, weight, labels, bias=bias, weight_layout=layout, logits_soft_cap=self.logits_soft_cap,
-                precision=self.precision, config=self.config, backend=self.backend, **options,
-            )  # fmt: skip
+        return head_loss(self, *self._operands(hidden), labels, options)
 
     @nn.nowrap
     def _operands(self: Any, hidden: Any) -> tuple[Any, Any, Any, str]:

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Shaped
 from ejkernel_ops import AttentionConfig
 from ejkernel_ops.kernels.config import explicit_config
 
-from ..cache import attend_cached
+from ..cache import attend_cached_by
 from ..fallback import tell_fallback
-from ..functional import at_path, attend
+from ..functional import at_path, attend, zero_where_unseen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +72,11 @@ class KernelAttention:
         products = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
         if reason := _no_kernel(module is not None, dropping and broadcast_dropout, any(products)):
             tell_fallback(reason)
-            return nn.dot_product_attention(
+            out = nn.dot_product_attention(
                 query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
                 precision, module, force_fp32_for_softmax, *products,
             )  # fmt: skip
+            return zero_where_unseen(out, mask)
         query, key, value = dtypes.promote_dtype(query, key, value, dtype=dtype)
         with at_path(self.path):
             return attend(
@@ -100,8 +101,32 @@ class CachedAttention:
     module: Any
     plain: KernelAttention
 
-    def __call__(self, query: Any, key: Any, value: Any, mask: Any = None, dtype: Any = None, precision: Any = None):
+    def __call__(  # each argument has to be named here too
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Any = None,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> Any:
         """Attention of the next tokens, which are kept; in the call that makes the cache, plain attention."""
+        options = {
+            "mask": mask, "broadcast_dropout": broadcast_dropout, "dropout_rng": dropout_rng,
+            "dropout_rate": dropout_rate, "deterministic": deterministic, "dtype": dtype, "precision": precision,
+            "module": module, "force_fp32_for_softmax": force_fp32_for_softmax,
+            "einsum_dot_general": einsum_dot_general, "qk_attn_weights_einsum": qk_attn_weights_einsum,
+            "attn_weights_value_einsum": attn_weights_value_einsum,
+        }  # fmt: skip
         is_there = self.module.has_variable("cache", "cached_key")
         cache = (
             self.module.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype),
@@ -109,12 +134,8 @@ class CachedAttention:
             self.module.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32)),
         )
         if not is_there:
-            return self.plain(query, key, value, mask=mask, dtype=dtype, precision=precision)
-        with at_path(self.plain.path):
-            heads, *after = attend_cached(
-                query, key, value, *(x.value for x in cache), dtype=dtype, mask=mask, precision=precision,
-                config=self.plain.config, backend=self.plain.backend,
-            )  # fmt: skip
+            return self.plain(query, key, value, **options)
+        heads, *after = attend_cached_by(self.plain, tuple(x.value for x in cache), query, key, value, **options)
         for variable, x in zip(cache, after):
             variable.value = x
         return heads

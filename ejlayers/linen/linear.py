@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
 
-from ..functional import at_path, einsum_as_linear, linear_over_axes
+from ..functional import at_path, einsum_as_linear, linear_over_axes, with_bias
 from .pinned import Pinned, custom_promotion
 from .twins import undecorated
 
@@ -155,7 +155,9 @@ class Einsum(_LinearMap, nn.Einsum):
         outs = tuple(self.shape[axis] for axis in product.kernel_axes[len(product.axes) :])
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias = self.param("bias", self.bias_init, outs, self.param_dtype) if self.use_bias else None
-        return self._linear(product, inputs, kernel, bias, preferred_element_type=self.preferred_element_type)
+        return self._linear(
+            product, inputs, kernel, bias, preferred_element_type=with_bias(self.preferred_element_type, bias)
+        )
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Shaped
 
 from ejkernel_ops import AttentionConfig, ConfigError
 
-from ..fallback import tell_fallback
 from .kernel_attention import CachedAttention, KernelAttention
 from .pinned import Pinned
 from .twins import twin, undecorated
@@ -29,20 +28,12 @@ class _KernelHeads(Pinned):
 
     def _run(self: Any, stock: type, args: tuple, options: dict) -> Any:
         """The stock layer's call, with the kernel as its attention, and its cache where it decodes."""
-        plain, caching = KernelAttention(self.config, self.backend, self.kernel_path), self.decode
-        if caching and (options["sow_weights"] or self._is_dropping(options) or self.qk_attn_weights_einsum_cls):
-            tell_fallback("a cache, and dropout, sown weights or products of one's own,")
-            seen = twin(self, stock)
-        elif caching:
+        plain = KernelAttention(self.config, self.backend, self.kernel_path)
+        if self.decode:
             seen = twin(self, stock, decode=False, attention_fn=CachedAttention(self, plain))
         else:
             seen = twin(self, stock, attention_fn=plain)
         return undecorated(stock, "__call__")(seen, *args, **options)
-
-    def _is_dropping(self: Any, options: dict) -> bool:
-        if self.dropout_rate == 0.0:
-            return False
-        return not nn.merge_param("deterministic", self.deterministic, options["deterministic"])
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import types
 import weakref
@@ -88,7 +89,22 @@ def _intercept(run: Any, args: tuple, kwargs: dict, context: nn.module.Intercept
         return run(*args, **kwargs)
     target = ours if decision.ours else STOCK[ours]
     seen = twin(module, target, config=decision.config, backend=getattr(module, "backend", None))
-    return undecorated(target, method)(seen, *args, **kwargs)
+    return _under_later_ones(functools.partial(undecorated(target, method), seen), context)(*args, **kwargs)
+
+
+def _under_later_ones(run: Any, context: nn.module.InterceptorContext) -> Any:
+    """A method under the interceptors that were entered after ours, such as one that a method of the model enters.
+
+    Flax has them in what ours is given to run, around the stock layer's method, which does not run.
+    """
+    stack = nn.module._global_interceptor_stack  # newest first
+    for interceptor in itertools.takewhile(lambda interceptor: interceptor is not _intercept, stack):
+        run = functools.partial(_intercepted, interceptor, run, context)
+    return run
+
+
+def _intercepted(interceptor: Any, run: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
+    return interceptor(run, args, kwargs, context)
 
 
 def _decide(module: Any, kind: type, ours: type) -> Decision:

@@ -38,6 +38,8 @@ class Attention(nnx.Module, Pinned):
         qk_norm: whether queries and keys of each head go through `RMSNorm`.
         rotary: rotary position embedding of queries and keys, or `None`.
         dropout_rate: of the probabilities.
+        deterministic: whether dropout is off, where the call does not say; `model.eval()` changes it.
+        decode: whether calls are about the next tokens, where they do not say; `nnx.view` changes it.
         use_bias: whether the linear layers have biases.
         dtype: type to compute in; default that of inputs and parameters.
         param_dtype: type of the parameters.
@@ -79,6 +81,8 @@ class Attention(nnx.Module, Pinned):
         qk_norm: bool = False,
         rotary: Rotary | None = None,
         dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        decode: bool = False,
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -111,6 +115,7 @@ class Attention(nnx.Module, Pinned):
         self.num_kv_heads, self.head_dim, self.causal, self.rotary = num_kv_heads, head_dim, causal, rotary
         self.sliding_window, self.softmax_scale, self.logits_soft_cap = sliding_window, softmax_scale, logits_soft_cap
         self.dtype, self.param_dtype, self.precision, self.dropout_rate = dtype, param_dtype, precision, dropout_rate
+        self.deterministic, self.decode = deterministic, decode
         self.dropout = rngs.dropout.fork() if dropout_rate > 0 else None
         self.cached_key, self.cached_value, self.cache_index = (nnx.data(None) for _ in range(3))
         self.pin(config=config, backend=backend)
@@ -124,8 +129,8 @@ class Attention(nnx.Module, Pinned):
         bias: Float[Array, "..."] | None = None,
         segment_ids: Int[Array, "*batch length"] | None = None,
         kv_lengths: Int[Array, "*batch"] | None = None,
-        deterministic: bool = False,
-        decode: bool = False,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
     ) -> Float[Array, "*batch length out_features"]:
         """From `(..., length, in_features)` to `(..., length, out_features)`.
 
@@ -136,9 +141,9 @@ class Attention(nnx.Module, Pinned):
             bias: added to the logits, broadcastable in the same way.
             segment_ids: `(..., length)` integers: tokens see those with the same one; negative ones see nothing.
             kv_lengths: `(...)` integers: tokens from there on are seen by none.
-            deterministic: whether dropout is off.
-            decode: whether these are the next tokens after those in the cache, which they are added to. Then masks and
-                biases are for all keys of the cache, `(..., length, max_length)`.
+            deterministic: whether dropout is off; default what the module says.
+            decode: whether these are the next tokens after those in the cache, which they are added to; default what
+                the module says. Then masks and biases are for all keys of the cache, `(..., length, max_length)`.
 
         Returns:
             The outputs.
@@ -149,7 +154,8 @@ class Attention(nnx.Module, Pinned):
         query, key, value = (layer(x) for layer in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        dropping = self.dropout is not None and not deterministic
+        decode = self.decode if decode is None else decode
+        dropping = self.dropout is not None and not (self.deterministic if deterministic is None else deterministic)
         variables = self._cache() if decode else ()
         heads, after = attend_heads(
             self, query, key, value, cache=tuple(x[...] for x in variables) if decode else None, positions=positions,
@@ -174,6 +180,19 @@ class Attention(nnx.Module, Pinned):
         dtype = dtype or self.dtype or self.param_dtype
         self.cached_key, self.cached_value = nnx.Cache(jnp.zeros(shape, dtype)), nnx.Cache(jnp.zeros(shape, dtype))
         self.cache_index = nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | tuple[int, ...] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """What `nnx.view` sets; with `decode=True` and sizes it makes the cache, where there is none."""
+        self.deterministic = self.deterministic if deterministic is None else deterministic
+        self.decode = self.decode if decode is None else decode
+        if decode and self.cached_key is None and batch_size is not None and max_length is not None:
+            self.init_cache(batch_size, max_length)
 
     def _cache(self) -> tuple[Any, Any, Any]:
         if self.cache_index is None:

@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Shaped
 from ejkernel_ops import AttentionConfig
 from ejkernel_ops.kernels.config import explicit_config
 
+from ..cache import attend_cached_by
 from ..fallback import tell_fallback
-from ..functional import at_path, attend
+from ..functional import at_path, attend, zero_where_unseen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +68,12 @@ class KernelAttention:
             tell_fallback("sow_weights=True" if module is not None else "broadcast_dropout=True")
             if is_causal and mask is not None:  # Flax cannot join them where the mask broadcasts
                 mask, is_causal = jnp.asarray(mask, bool) & _lower_triangle(query, key), False
-            return nnx.dot_product_attention(
+            out = nnx.dot_product_attention(
                 query, key, value, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
                 dropout_rate=dropout_rate, deterministic=deterministic, dtype=dtype, precision=precision, module=module,
                 promote_dtype=promote_dtype, is_causal=is_causal,
             )  # fmt: skip
+            return zero_where_unseen(out, mask)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
         with at_path(self.path):
             return attend(
@@ -83,3 +85,19 @@ class KernelAttention:
 def _lower_triangle(query: Any, key: Any) -> Any:
     """Which keys are no later than a query, `(q_len, kv_len)`."""
     return jnp.tri(query.shape[-3], key.shape[-3], dtype=bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedAttention:
+    """An attention function that keeps keys and values in the cache of an NNX layer, and attends to all of it."""
+
+    module: Any
+    plain: KernelAttention
+
+    def __call__(self, query: Any, key: Any, value: Any, is_causal: bool = False, **options: Any) -> Any:
+        """Attention of the next tokens, which are kept; it is causal, whatever `is_causal` says."""
+        cache = (self.module.cached_key, self.module.cached_value, self.module.cache_index)
+        heads, *after = attend_cached_by(self.plain, tuple(x[...] for x in cache), query, key, value, **options)
+        for variable, x in zip(cache, after):
+            variable[...] = x
+        return heads

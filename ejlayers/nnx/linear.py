@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
 
-from ..functional import at_path, einsum_as_linear, linear_over_axes
+from ..functional import at_path, einsum_as_linear, linear_over_axes, with_bias
 from .pinned import Pinned
 
 
@@ -27,8 +27,8 @@ class _LinearMap(Pinned):
         inputs, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
         with at_path(self.kernel_path):
             return run(
-                inputs, kernel, bias, preferred_element_type=self.preferred_element_type, precision=self.precision,
-                config=self.config, backend=self.backend,
+                inputs, kernel, bias, preferred_element_type=with_bias(self.preferred_element_type, bias),
+                precision=self.precision, config=self.config, backend=self.backend,
             )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from ejkernel_ops import GatedLinearConfig, gated_linear
 
-from ..functional import at_path
+from ..functional import activated, at_path
 from .linear import Linear
 from .pinned import Pinned
 
@@ -21,7 +21,8 @@ class GatedMLP(nnx.Module, Pinned):
     """`down(activation(gate(x)) * up(x))`, the MLP of Llama and its kin: both products and the gate are one kernel.
 
     Parameters are those of three `Linear` layers, `gate`, `up` and `down`. The first two are there for their parameters
-    alone: what they pin has no effect, what this layer pins has.
+    alone: what they pin has no effect, what this layer pins has. Where another kind of layer is put in the place of one
+    of them, both are called, and their product has no kernel of its own.
 
     Args:
         in_features: features of inputs and, by default, of outputs.
@@ -79,6 +80,8 @@ class GatedMLP(nnx.Module, Pinned):
 
     def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
         """From `(..., in_features)` to `(..., out_features)`."""
+        if not all(type(layer) in (Linear, nnx.Linear) and not Linear.why_not(layer) for layer in (self.gate, self.up)):
+            return self.down(activated(self.activation, self.gate(x)) * self.up(x))  # such as a layer with LoRA
         parameters = (self.gate.kernel, self.up.kernel, self.gate.bias, self.up.bias)
         operands = (x, *(None if p is None else p[...] for p in parameters))
         x, gate, up, gate_bias, up_bias = _promoted(operands, dtype=self.dtype)

@@ -10,9 +10,7 @@ from jaxtyping import Array, Float
 
 from ejkernel_ops import AttentionConfig, ConfigError
 
-from ..cache import attend_cached
-from ..functional import at_path
-from .kernel_attention import KernelAttention
+from .kernel_attention import CachedAttention, KernelAttention
 
 
 class MultiHeadAttention(nnx.MultiHeadAttention):
@@ -38,7 +36,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     """
 
     def __init__(self, *args: Any, config: AttentionConfig | None = None, backend: str | None = None, **kwargs: Any):
-        if "attention_fn" in kwargs:
+        if kwargs.pop("attention_fn", nnx.dot_product_attention) is not nnx.dot_product_attention:
             raise ConfigError(
                 "attention_fn is given; this layer brings its own: use nnx.MultiHeadAttention for another"
             )
@@ -61,31 +59,20 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     ) -> Float[Array, "*batch q_len out_features"]:
         """Attention of `(..., length, in_features)`; with `decode`, of the next tokens, one or more, with a cache."""
         decoding = self.decode if decode is None else decode
-        quiet = self.dropout_rate == 0 or (self.deterministic if deterministic is None else deterministic)
-        ours = isinstance(self.attention_fn, KernelAttention)
-        if not (decoding and quiet and ours) or sow_weights or self.cached_key is None:
+        options: dict[str, Any] = {"decode": decode, "is_causal": is_causal}
+        plain: Any = self.attention_fn
+        is_cached = decoding and isinstance(plain, KernelAttention) and self.cached_key is not None
+        if is_cached:  # the stock layer's call, with another attention function for as long as it takes
+            object.__setattr__(self, "attention_fn", CachedAttention(self, plain))
+            options = {"decode": False}
+        try:
             return super().__call__(
                 inputs_q, inputs_k, inputs_v, mask=mask, deterministic=deterministic, rngs=rngs,
-                sow_weights=sow_weights, decode=decode, is_causal=is_causal, out_sharding=out_sharding,
-                qkv_sharding=qkv_sharding,
+                sow_weights=sow_weights, out_sharding=out_sharding, qkv_sharding=qkv_sharding, **options,
             )  # fmt: skip
-        if inputs_k is None and inputs_v is not None:
-            raise ValueError("inputs_v is given without inputs_k; give both, or inputs_k alone")
-        inputs_k = inputs_q if inputs_k is None else inputs_k
-        inputs_v = inputs_k if inputs_v is None else inputs_v
-        projections = ((self.query, inputs_q), (self.key, inputs_k), (self.value, inputs_v))
-        query, key, value = (layer(x, out_sharding=qkv_sharding) for layer, x in projections)
-        if self.query_ln is not None and self.key_ln is not None:
-            query, key = self.query_ln(query), self.key_ln(key)
-        cache: Any = (self.cached_key, self.cached_value, self.cache_index)
-        with at_path(self.kernel_path):
-            heads, *after = attend_cached(
-                query, key, value, *(x[...] for x in cache), dtype=self.dtype, mask=mask, precision=self.precision,
-                config=self.config, backend=self.backend,
-            )  # fmt: skip
-        for variable, x in zip(cache, after):
-            variable[...] = x
-        return self.out(heads, out_sharding=out_sharding)
+        finally:
+            if is_cached:
+                object.__setattr__(self, "attention_fn", plain)
 
     def init_cache(self, input_shape: Any, dtype: Any = None) -> None:
         """Makes an empty cache for inputs `(..., length, in_features)`, in the layer's type or a given one."""
