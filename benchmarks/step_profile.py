@@ -1,0 +1,72 @@
+"""Where a compiled step's time goes: its kernels by the device's record, and its calls inside of CUDA graphs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import glob
+import re
+import tempfile
+from collections.abc import Callable
+
+import jax
+
+_KINDS = (  # the first that is found in a kernel's name
+    ("attention", ("flash", "fmha", "sdpa", "attention")),
+    ("products", ("gemm", "cutlass", "nvjet", "dot", "xmma")),
+    ("ours", ("ejkernel", "norm_", "linear_", "rotary", "softmax_grad")),
+    ("copies", ("memcpy", "memset", "copy", "transpose")),
+    ("reductions", ("reduce",)),
+    ("elementwise", ("fusion", "wrapped", "convert", "loop")),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTime:
+    """A kernel's name without its number, its milliseconds and its launches in a step."""
+
+    name: str
+    ms: float
+    count: float
+
+    @property
+    def kind(self) -> str:
+        """What it is about, by its name."""
+        return next((kind for kind, parts in _KINDS if any(p in self.name.lower() for p in parts)), "other")
+
+
+def kernels(run: Callable[[], object], steps: int) -> list[KernelTime]:
+    """The kernels of a function that runs some steps, the longest first."""
+    from jax.profiler import ProfileData
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        [path] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        data = ProfileData.from_file(path)
+    ms, count = collections.Counter(), collections.Counter()
+    for plane in (p for p in data.planes if "GPU" in p.name):
+        for line in (line for line in plane.lines if "Stream" in line.name):
+            for event in line.events:
+                name = re.sub(r"[_.]?\d+$", "", event.name.split("<")[0])[:60]
+                ms[name] += event.duration_ns / 1e6 / steps
+                count[name] += 1 / steps
+    return [KernelTime(name, time, count[name]) for name, time in ms.most_common()]
+
+
+def by_kind(found: list[KernelTime]) -> dict[str, float]:
+    """Milliseconds of a step by kind, the longest first."""
+    total = collections.Counter()
+    for kernel in found:
+        total[kernel.kind] += kernel.ms
+    return dict(total.most_common())
+
+
+def in_graphs(text: str) -> str:
+    """How many of the custom calls of an optimised module are inside of CUDA graphs, such as `12/37`."""
+    inside = total = 0
+    for computation in re.split(r"\n(?=\S)", text):
+        calls = computation.count(" custom-call(")
+        total += calls
+        inside += calls if computation.startswith("%command_buffer") else 0
+    return f"{inside}/{total}"
