@@ -10,6 +10,7 @@ import pytest
 
 from ejkernel_ops import UnsupportedError, flash_attention
 from ejkernel_ops.config.selection import heuristic
+from ejkernel_ops.kernels import on_triton
 from ejkernel_ops.kernels.attention import backends, cudnn
 from ejkernel_ops.utils.meta import call_sites
 
@@ -99,7 +100,7 @@ def test_a_cudnn_that_is_too_old_is_told_with_the_fix(hopper, monkeypatch):
 
 def test_gpus_without_tensor_cores_for_bfloat16_get_xla(hopper, monkeypatch):
     monkeypatch.setattr(cudnn, "_machine", lambda: ((7, 5), 91900))
-    monkeypatch.setattr(backends, "_capability", lambda: (7, 5))
+    monkeypatch.setattr(on_triton, "_capability", lambda: (7, 5))
     for inv in invocations():
         assert heuristic(inv).backend == "xla"
         assert "8.0" in inv.kernel.why_not(inv, "triton")

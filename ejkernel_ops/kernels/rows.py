@@ -32,7 +32,7 @@ class RowKernel(Kernel):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if "fields" not in vars(cls):
+        if "fields" not in vars(cls) and ("direction" in vars(cls) or cls.fields is None):
             cls.fields = {"xla": (f"{cls.direction}.blocksize_m",)}
 
     def narrow(self, cfg: Any) -> Any:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import re
 import warnings
 
-import jax
 import jax.numpy as jnp
 
 from ...core.invocation import Invocation
 from ...triton_call import unavailable
 from ...utils.fingerprint import platform_kind
+from ..on_triton import FLOATS, INT32, unfit_device
 from . import cudnn, tiles
 from .triton_spec import dot_precision
 from .xla import Statics
 
 _MOST_DIM = 256
-_INT32 = 2**31
-_OLDEST = (8, 0)  # before it bfloat16 has no tensor cores
 
 
 def unsupported(inv: Invocation, backend: str) -> str | None:
@@ -35,11 +32,9 @@ def unsupported(inv: Invocation, backend: str) -> str | None:
 
 def _unsupported_triton(inv: Invocation) -> str | None:
     query, key, value = (inv.arguments[name] for name in ("query", "key", "value"))
-    if inv.platform == "rocm":
-        return "the Triton kernels are for NVIDIA GPUs"
-    if (capability := _capability()) is not None and capability < _OLDEST:
-        return f"the Triton kernels need compute capability 8.0, this GPU has {'.'.join(map(str, capability))}"
-    if query.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    if reason := unfit_device(inv):
+        return reason
+    if query.dtype not in FLOATS:
         return f"Triton takes bfloat16, float16 and float32, these are {query.dtype}"
     if max(query.shape[3], value.shape[3]) > _MOST_DIM:
         return (
@@ -48,25 +43,15 @@ def _unsupported_triton(inv: Invocation) -> str | None:
     if 0 in (*query.shape, *key.shape, *value.shape):
         return "an array is empty"
     out_size = query.size // query.shape[3] * value.shape[3]
-    if max(out_size, query.size, key.size, value.size) // query.shape[0] >= _INT32:
+    if max(out_size, query.size, key.size, value.size) // query.shape[0] >= INT32:
         return "one example has 2**31 numbers or more, beyond what the kernels can address: split heads or length"
     if query.dtype == jnp.float32 and dot_precision(inv.kwargs["precision"]) is None:
         return f"Triton has no products of precision {inv.kwargs['precision']!r}"
     for name in ("bias", "sinks"):
         x = inv.arguments[name]
-        if x is not None and x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        if x is not None and x.dtype not in FLOATS:
             return f"Triton takes a {name} in bfloat16, float16 or float32, this is {x.dtype}: cast it"
     return None
-
-
-@functools.cache
-def _capability() -> tuple[int, ...] | None:
-    """Compute capability of this process's GPU; `None` where there is none to ask."""
-    try:
-        text = getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "")
-    except RuntimeError:
-        return None
-    return tuple(map(int, text.split("."))) if re.fullmatch(r"\d+\.\d+", text) else None
 
 
 def _without_room(inv: Invocation) -> str | None:

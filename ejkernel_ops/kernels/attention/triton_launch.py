@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ...triton_call import triton_call
+from ..on_triton import given
 from .tiles import Room, Tile, bias_tile
 from .triton_seen import Seen, keys_seen, queries_seen
 from .triton_spec import TritonSpec, spec_of
@@ -28,7 +29,7 @@ def forward(arrays: tuple, statics: Statics, params: Any) -> tuple[jax.Array, ja
     seen = keys_seen(arrays, (spec.block_q, spec.block_kv))
     out, lse = triton_call(
         attention_forward, query, key, value,
-        *_given(query, bias, seen.words, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed, seen.ranges, seen.hidden),
+        *given(query, bias, seen.words, q_offset, q_ids, kv_ids, kv_lengths, sinks, seed, seen.ranges, seen.hidden),
         out_types=[
             jax.ShapeDtypeStruct((batch, q_len, heads, spec.v_dim), query.dtype),
             jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
@@ -49,8 +50,8 @@ class _Backward:
     def operands(self, seen: Seen, *rows: Any) -> list[Any]:
         """The operands of a kernel that takes ranges of blocks or not, and some numbers of each query."""
         query, key, value, bias, _, q_offset, q_ids, kv_ids, kv_lengths, _, seed = self.arrays
-        given = bias, seen.words, q_offset, q_ids, kv_ids, kv_lengths, seed, seen.ranges, seen.hidden
-        return [query, key, value, *_given(query, *given), self.dout, *rows]
+        optional = bias, seen.words, q_offset, q_ids, kv_ids, kv_lengths, seed, seen.ranges, seen.hidden
+        return [query, key, value, *given(query, *optional), self.dout, *rows]
 
 
 def backward(arrays: tuple, out: Any, lse: Any, dout: Any, dlse: Any, needs: tuple, statics: Statics, params: Any):
@@ -62,7 +63,7 @@ def backward(arrays: tuple, out: Any, lse: Any, dout: Any, dlse: Any, needs: tup
     tiles = dataclasses.replace(
         spec, block_q=params.blocksize_m, block_kv=params.blocksize_n, has_dlse=dlse is not None, want_dq=need_q
     )
-    dq, row_lse, delta = _queries(x, (out, lse, *_given(query, dlse)), tiles, params)
+    dq, row_lse, delta = _queries(x, (out, lse, *given(query, dlse)), tiles, params)
     dk = dv = dbias = dsinks = None
     if need_k or need_v:
         dk, dv = _keys(x, lse, (row_lse, delta), (need_k, need_v), spec, params)
@@ -157,8 +158,3 @@ def _bias(x: _Backward, sums_of_rows: tuple, spec: TritonSpec, tile: Tile) -> ja
         num_warps=tile.warps, num_stages=tile.stages, name="flash_attention_bwd_bias", spec=spec, sums=sums,
     )  # fmt: skip
     return parts.sum(axes, keepdims=True) if axes else parts
-
-
-def _given(query: jax.Array, *optional: Any) -> list[Any]:
-    """Operands, with the query in place of those that are not given: the kernels do not read them."""
-    return [query if x is None else x for x in optional]

@@ -1,4 +1,4 @@
-"""The kernels of `rms_norm` and `layer_norm` on XLA: forward and backward, each in chunks of rows or all at once."""
+"""The kernels of `rms_norm` and `layer_norm`: on XLA in chunks of rows or all at once, on Triton in tiles of rows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from ...core.invocation import Invocation
+from ...utils.fingerprint import platform_kind
 from ..config import OpConfig
 from ..rows import RowKernel, accumulated, by_rows, flat_rows, over_rows
+from . import triton_launch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -18,9 +21,10 @@ class NormConfig(OpConfig):
     """Back end and tile sizes of `rms_norm` and `layer_norm`; a field left `None` inherits.
 
     Args:
-        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which norms have `"xla"` so far.
-        fwd: `blocksize_m` of the forward kernel, in rows of `x`.
-        bwd: the same of the backward kernel.
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which norms have `"triton"` and `"xla"`.
+        fwd: `blocksize_m` of the forward kernel, in rows of `x`; on Triton `num_warps` too.
+        bwd: the same of the backward kernel; on Triton also `blocksize_k`, rows of which one program sums the gradients
+            of scale and bias.
 
     Raises:
         ConfigError: a field of the wrong type, or an unknown back end.
@@ -46,7 +50,41 @@ class NormBackward(RowKernel):
     )  # fmt: skip
     chunks = (1024, 256, 64)
     lazy_cotangents = True
+    fields = {"xla": ("bwd.blocksize_m",), "triton": tuple(f"bwd.{n}" for n in triton_launch.BACKWARD_FIELDS)}
     centred: ClassVar[bool]
+
+    def unsupported(self, inv: Invocation, backend: str) -> str | None:
+        """What a back end cannot honour."""
+        return triton_launch.unsupported(inv) if backend == "triton" else None
+
+    def candidate_cfgs_triton(self, inv: Invocation) -> list[NormConfig]:
+        """Tiles of rows, and rows of a program."""
+        return [NormConfig(backend="triton", bwd=params) for params in triton_launch.backward_params(inv)]
+
+    def candidate_cfgs_xla(self, inv: Invocation) -> list[NormConfig]:
+        """All rows at once, and chunks where caches are great."""
+        return self.candidate_cfgs(inv)[: 1 if platform_kind(inv.platform) == "gpu" else None]
+
+    def heuristic_cfg_triton(self, inv: Invocation) -> NormConfig:
+        """The first of the tiles."""
+        return self.candidate_cfgs_triton(inv)[0]
+
+    def illegal(self, inv: Invocation, cfg: NormConfig) -> str | None:
+        """A tile that is missing, or that registers have no room for."""
+        return triton_launch.illegal(inv, cfg.bwd, "bwd") if cfg.backend == "triton" else super().illegal(inv, cfg)
+
+    def run_triton(
+        self, x, scale, bias, residual, normed, summed, mean, rstd, dnormed, dsummed, dmean, drstd, *, cfg, needs,
+        epsilon,
+    ):  # fmt: skip
+        """Tiles of rows in Triton, once over all of them."""
+        need_x, need_scale, need_bias, need_residual = (bool(n) for n in needs)
+        dtotal, dscale, dbias = triton_launch.backward(
+            x if summed is None else summed, scale, mean, rstd, dnormed, dsummed, params=cfg.bwd, centred=self.centred,
+            needs=(need_x or need_residual, need_scale, need_bias),
+        )  # fmt: skip
+        dx, dresidual = (dtotal.astype(a.dtype) if n else None for a, n in ((x, need_x), (residual, need_residual)))
+        return dx, dscale, dbias, dresidual
 
     def run_xla(
         self, x, scale, bias, residual, normed, summed, mean, rstd, dnormed, dsummed, dmean, drstd, *, cfg, needs,
@@ -94,7 +132,34 @@ class NormForward(RowKernel):
     with_rows = ("x", "residual")
     chunks = (1024, 256, 64)
     rows, out_rows = (True, False, False, True), (True, True, True, True)
+    fields = {"xla": ("fwd.blocksize_m",), "triton": tuple(f"fwd.{n}" for n in triton_launch.FORWARD_FIELDS)}
     centred: ClassVar[bool]
+
+    def unsupported(self, inv: Invocation, backend: str) -> str | None:
+        """What a back end cannot honour."""
+        return triton_launch.unsupported(inv) if backend == "triton" else None
+
+    def candidate_cfgs_triton(self, inv: Invocation) -> list[NormConfig]:
+        """Tiles of rows."""
+        return [NormConfig(backend="triton", fwd=params) for params in triton_launch.forward_params(inv)]
+
+    def candidate_cfgs_xla(self, inv: Invocation) -> list[NormConfig]:
+        """All rows at once, and chunks where caches are great."""
+        return self.candidate_cfgs(inv)[: 1 if platform_kind(inv.platform) == "gpu" else None]
+
+    def heuristic_cfg_triton(self, inv: Invocation) -> NormConfig:
+        """The first of the tiles."""
+        return self.candidate_cfgs_triton(inv)[0]
+
+    def illegal(self, inv: Invocation, cfg: NormConfig) -> str | None:
+        """A tile that is missing, or that registers have no room for."""
+        return triton_launch.illegal(inv, cfg.fwd, "fwd") if cfg.backend == "triton" else super().illegal(inv, cfg)
+
+    def run_triton(self, x, scale=None, bias=None, residual=None, *, cfg, epsilon=1e-6):
+        """Tiles of rows in Triton."""
+        return triton_launch.forward(
+            x, scale, bias, residual, params=cfg.fwd, centred=self.centred, epsilon=epsilon
+        )
 
     def out_like(self, x, scale, bias, residual, *, epsilon):
         """Types of the norm, the sum and the statistics."""
