@@ -94,6 +94,15 @@ def accumulated(*arrays: Any) -> Any:
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
+def product_type(out: Any, *operands: Any) -> Any:
+    """The type in which a product is made that is then rounded to another one: that one where the operands have it.
+
+    Sums are in float32 all the same, and are rounded once; a GPU writes and reads half as much of 16 bits.
+    """
+    same = all(x.dtype == out for x in operands)
+    return jnp.dtype(out) if same else jnp.promote_types(accumulated(*operands), out)
+
+
 def product(x: jax.Array, weight: jax.Array, weight_layout: str, dtype: Any, precision: Any) -> jax.Array:
     """`x @ weight` over the last axis of `x`, sums in `dtype`; `weight` is `(in, out)`, or `(out, in)` with `"oi"`."""
     contract = ((x.ndim - 1,), (0 if weight_layout == "io" else 1,))

@@ -20,8 +20,10 @@ from ..rows import (
     by_rows,
     flat_rows,
     held_back,
+    num_rows,
     over_rows,
     product,
+    product_type,
     transposed,
     weight_gradient,
 )
@@ -57,11 +59,14 @@ class GatedLinearConfig(OpConfig):
 def _products(x, gate_weight, up_weight, gate_bias, up_bias, weight_layout, precision) -> tuple[jax.Array, jax.Array]:
     """Gate and up, before the activation, in the type of sums."""
     dtype = accumulated(x, gate_weight)
-    gate = product(x, gate_weight, weight_layout, dtype, precision)
+    biased = gate_bias is not None or up_bias is not None  # then two roundings would be one too many
+    made = dtype if biased else product_type(x.dtype, x, gate_weight)
+    gate = product(x, gate_weight, weight_layout, made, precision)
     if up_weight is None:
         gate, up = jnp.split(gate, 2, -1)
     else:
-        up = product(x, up_weight, weight_layout, dtype, precision)
+        up = product(x, up_weight, weight_layout, made, precision)
+    gate, up = gate.astype(dtype), up.astype(dtype)
     gate, up = (a if b is None else a + b.astype(dtype) for a, b in ((gate, gate_bias), (up, up_bias)))
     return gate, up
 
@@ -105,6 +110,7 @@ class GatedLinearBackward(RowKernel):
         """Chunks of rows: both derivatives and the products while a chunk is in the caches."""
         need_x, need_gate, need_up, *need_biases = (bool(n) for n in needs)
         dtype, fused = accumulated(x, gate_weight), up_weight is None
+        dw_type = product_type(gate_weight.dtype, x, gate_weight) if self.chunk(cfg) >= num_rows(x) else dtype
         weights = (gate_weight,) if fused else (gate_weight, up_weight)
         biases = [bias is not None and need for bias, need in zip((gate_bias, up_bias), need_biases)]
 
@@ -119,10 +125,12 @@ class GatedLinearBackward(RowKernel):
             lows = [jnp.concatenate(grads, -1).astype(x.dtype)] if fused else [g.astype(x.dtype) for g in grads]
             dx, other = None, transposed(weight_layout)
             if need_x:
-                dx = sum(product(low, w, other, dtype, precision) for low, w in zip(lows, weights))
+                dx_type = product_type(x.dtype, x, gate_weight) if fused else dtype
+                dx = sum(product(low, w, other, dx_type, precision) for low, w in zip(lows, weights))
             wanted = (need_gate,) if fused else (need_gate, need_up)
             dws = [
-                weight_gradient(x, low, weight_layout, dtype, precision) if n else None for low, n in zip(lows, wanted)
+                weight_gradient(x, low, weight_layout, dw_type, precision) if need else None
+                for low, need in zip(lows, wanted)
             ]
             return dx, (dws, sums)
 

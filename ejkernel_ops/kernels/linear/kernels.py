@@ -8,7 +8,18 @@ import jax.numpy as jnp
 
 from ..activations import ACTIVATIONS, derivative
 from ..config import OpConfig
-from ..rows import RowKernel, accumulated, by_rows, flat_rows, over_rows, product, transposed, weight_gradient
+from ..rows import (
+    RowKernel,
+    accumulated,
+    by_rows,
+    flat_rows,
+    num_rows,
+    over_rows,
+    product,
+    product_type,
+    transposed,
+    weight_gradient,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -58,7 +69,9 @@ class LinearBackward(RowKernel):
     ):
         """Chunks of rows: the activation's derivative and three products while a chunk is in the caches."""
         need_x, need_w, need_b = (bool(n) for n in needs)
-        dtype = accumulated(x, weight)
+        dtype, dx_type = accumulated(x, weight), product_type(x.dtype, x, weight)
+        whole = self.chunk(cfg) >= num_rows(x)  # else sums of chunks
+        dw_type = product_type(weight.dtype, x, weight) if whole else dtype
 
         def gradients(x, preact, dout, dpreact):
             grad = (
@@ -69,8 +82,8 @@ class LinearBackward(RowKernel):
             if dpreact is not None:
                 grad = grad + dpreact.astype(dtype)
             low = grad.astype(x.dtype)
-            dx = product(low, weight, transposed(weight_layout), dtype, precision) if need_x else None
-            dw = weight_gradient(x, low, weight_layout, dtype, precision) if need_w else None
+            dx = product(low, weight, transposed(weight_layout), dx_type, precision) if need_x else None
+            dw = weight_gradient(x, low, weight_layout, dw_type, precision) if need_w else None
             return dx, (dw, grad.sum(0) if need_b else None)
 
         flat = [None if a is None else flat_rows(a) for a in (x, preact, dout, dpreact)]
@@ -98,7 +111,7 @@ class LinearForward(RowKernel):
         dtype, out_dtype = accumulated(x, weight), jnp.result_type(x, weight) if out_dtype is None else out_dtype
 
         def chunk(x):
-            preact = product(x, weight, weight_layout, dtype, precision)
+            preact = product(x, weight, weight_layout, product_type(out_dtype, x, weight), precision).astype(dtype)
             if bias is not None:
                 preact = preact + bias.astype(dtype)
             saved = preact.astype(out_dtype)

@@ -1,4 +1,4 @@
-"""The two kernels of a linear map's cross-entropy on XLA: chunks of rows, and of the vocabulary."""
+"""The two kernels of a linear map's cross-entropy: chunks of rows and of the vocabulary, whose logits are held."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from ...params import BwdParams, FwdParams
 from ...utils.fingerprint import platform_kind
 from ...utils.varying import equally_varying
 from ..config import OpConfig
-from ..rows import accumulated, held_back, over_rows, product, transposed, weight_gradient
-from .loss import IGNORED, Loss, Sums
+from ..rows import accumulated, held_back, over_rows, product, product_type, transposed, weight_gradient
+from . import triton_launch
+from .loss import IGNORED, Loss, Sums, counted
 
 _LOGITS = {"cpu": 1 << 23, "gpu": 1 << 26, "tpu": 1 << 26}  # held at once: 32 and 256 MiB of float32
 _FEWEST = 512  # columns of a chunk
@@ -34,8 +35,10 @@ class LinearCrossEntropyConfig(OpConfig):
     """Back end and chunks of `linear_cross_entropy`; a field left `None` inherits.
 
     Args:
-        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which the op has `"xla"` so far.
-        fwd: `blocksize_m` rows by `blocksize_n` entries of the vocabulary: the logits that the forward holds.
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which the op has `"triton"`, in the forward, and
+            `"xla"`.
+        fwd: `blocksize_m` rows by `blocksize_n` entries of the vocabulary: the logits that the forward holds. On Triton
+            it holds those of all entries, and a program takes `blocksize_n` of them at a time with `num_warps`.
         bwd: the same of the backward, where it computes logits again.
         recompute: whether the backward computes logits again, or the forward makes the gradients, which takes one
             product less, and chunks of the whole vocabulary.
@@ -164,12 +167,44 @@ def _reduced(losses: jax.Array, coefficients: jax.Array, reduce: bool) -> jax.Ar
     return weighted.sum() if reduce else weighted
 
 
+def with_gradients_triton(
+    hidden: Any, weight: Any, labels: Any, bias: Any, scale: Any, params: Any, loss: Loss, precision: Any,
+    wanted: tuple[bool, bool, bool] = (True, True, True), final: bool = False,
+) -> tuple[tuple[Sums, jax.Array], tuple[Any, Any, Any]]:  # fmt: skip
+    """Sums and losses of rows, and the gradients of `sum(scale * losses)` that are wanted, in chunks of rows.
+
+    Of a chunk's logits one kernel makes statistics and gradient, which comes in the type of the operands. Gradients are
+    float32 where they are not `final`, for they are scaled.
+    """
+    vocab, layout = weight.shape[loss.vocab_axis], loss.weight_layout
+    dh_type = product_type(hidden.dtype, hidden, weight) if final else jnp.float32
+    need_h, need_w, need_b = wanted
+
+    def chunk(hidden, labels, scale):
+        hidden = _only_counted(hidden, labels)
+        logits = product(hidden, weight, layout, jnp.float32, precision)
+        scale = counted(scale, labels, vocab)
+        made = jnp.float32 if need_b and bias is not None else hidden.dtype
+        sums, grad = triton_launch.of_rows(logits, labels, scale, bias, params, loss, made)
+        low = grad.astype(hidden.dtype)
+        dh = product(low, weight, transposed(layout), dh_type, precision) if need_h else None
+        dw = weight_gradient(hidden, low, layout, jnp.float32, precision) if need_w else None
+        db = grad.sum(0) if made == jnp.float32 and bias is not None else None
+        return (sums, loss.losses(labels, sums, vocab), dh), (dw, db)
+
+    (sums, losses, dh), (dw, db) = over_rows(chunk, [hidden, labels, scale], params.blocksize_m)
+    return (sums, losses), (dh, dw, db)
+
+
 class LinearCrossEntropyBackward(Kernel):
     """Gradients of hidden states, weight, bias and coefficients: those that the forward made, or made here."""
 
     name = "linear_cross_entropy_bwd"
     config_cls = LinearCrossEntropyConfig
-    fields = {"xla": ("bwd.blocksize_m", "bwd.blocksize_n")}
+    fields = {
+        "xla": ("bwd.blocksize_m", "bwd.blocksize_n"),
+        "triton": tuple(f"bwd.{name}" for name in triton_launch.FIELDS),
+    }
 
     def narrow(self, cfg: LinearCrossEntropyConfig) -> LinearCrossEntropyConfig:
         """The backward part of an op's config."""
@@ -180,13 +215,28 @@ class LinearCrossEntropyBackward(Kernel):
         tiles = [BwdParams(blocksize_m=m, blocksize_n=n) for m, n in _tiles(inv)]
         return [LinearCrossEntropyConfig(backend="xla", bwd=tile) for tile in tiles]
 
+    candidate_cfgs_xla = candidate_cfgs
+
+    def candidate_cfgs_triton(self, inv: Invocation) -> list[LinearCrossEntropyConfig]:
+        """Chunks of rows."""
+        params = triton_launch.params(BwdParams, _row_chunks(inv), _sizes(inv)[1])
+        return [LinearCrossEntropyConfig(backend="triton", bwd=bwd) for bwd in params]
+
     def heuristic_cfg(self, inv: Invocation) -> LinearCrossEntropyConfig:
         """The greatest chunks."""
         return self.candidate_cfgs(inv)[0]
 
+    def heuristic_cfg_triton(self, inv: Invocation) -> LinearCrossEntropyConfig:
+        """The greatest chunks."""
+        return self.candidate_cfgs_triton(inv)[0]
+
+    def unsupported(self, inv: Invocation, backend: str) -> str | None:
+        """What a back end cannot honour."""
+        return triton_launch.unsupported(inv) if backend == "triton" else None
+
     def illegal(self, inv: Invocation, cfg: LinearCrossEntropyConfig) -> str | None:
         """A missing chunk; every other one is legal, for it is cut to the sizes."""
-        return _missing(cfg.bwd)
+        return triton_launch.illegal(cfg.bwd, "bwd") if cfg.backend == "triton" else _missing(cfg.bwd)
 
     def odd_calls(self, inv: Invocation) -> list[Invocation]:
         """None: gradients that the forward made have the shapes of its operands."""
@@ -226,6 +276,11 @@ class LinearCrossEntropyBackward(Kernel):
         def again(_):
             scale = coefficients.astype(losses.dtype) * dout
             later = held_back(hidden, scale)  # not as the forward's logits, which XLA would hold
+            if cfg.backend == "triton":
+                found = with_gradients_triton(
+                    later, weight, labels, bias, scale, cfg.bwd, loss, precision, wanted, final=True
+                )[1]
+                return [None if g is None else g.astype(x.dtype) for g, x in zip(found, (hidden, weight, bias))]
             return self._again(later, weight, bias, labels, sums, scale, cfg.bwd, wanted, loss, precision)
 
         if not any(wanted):
@@ -236,6 +291,8 @@ class LinearCrossEntropyBackward(Kernel):
             found = again(None)
         dh, dw, db = found
         return dh, dw, None, db, dcoefficients
+
+    run_triton = run_xla
 
     def _again(self, hidden, weight, bias, labels, sums, scale, tile, wanted, loss, precision):
         need_h, need_w, need_b = wanted
@@ -279,7 +336,10 @@ class LinearCrossEntropyForward(Kernel):
 
     name = "linear_cross_entropy"
     config_cls = LinearCrossEntropyConfig
-    fields = {"xla": ("fwd.blocksize_m", "fwd.blocksize_n", "recompute")}
+    fields = {
+        "xla": ("fwd.blocksize_m", "fwd.blocksize_n", "recompute"),
+        "triton": (*(f"fwd.{name}" for name in triton_launch.FIELDS), "recompute"),
+    }
     backward = LinearCrossEntropyBackward()
     tune_with_backward = True
     rows, out_rows = (True, False, True, False, True), (True,)
@@ -290,7 +350,7 @@ class LinearCrossEntropyForward(Kernel):
 
     def candidate_cfgs(self, inv: Invocation) -> list[LinearCrossEntropyConfig]:
         """Gradients made in the forward, from chunks of rows, where there may be; else chunks of the vocabulary."""
-        here = _row_chunks(inv) if inv.residuals and inv.arguments["reduce"] else []
+        here = _row_chunks(inv) if self._may_be_made_here(inv) else []
         vocab = _sizes(inv)[1]
         tiles = [(m, vocab, False) for m in here] + [(*tile, True) for tile in _tiles(inv)]
         return [
@@ -298,9 +358,29 @@ class LinearCrossEntropyForward(Kernel):
             for m, n, recompute in tiles
         ]
 
+    candidate_cfgs_xla = candidate_cfgs
+
+    def candidate_cfgs_triton(self, inv: Invocation) -> list[LinearCrossEntropyConfig]:
+        """Gradients made in the forward where there may be, chunks of rows."""
+        params = triton_launch.params(FwdParams, _row_chunks(inv), _sizes(inv)[1])
+        recompute = not self._may_be_made_here(inv)
+        return [LinearCrossEntropyConfig(backend="triton", fwd=fwd, recompute=recompute) for fwd in params]
+
+    @staticmethod
+    def _may_be_made_here(inv: Invocation) -> bool:
+        return bool(inv.residuals and inv.arguments["reduce"])
+
     def heuristic_cfg(self, inv: Invocation) -> LinearCrossEntropyConfig:
         """Gradients made in the forward where there may be, the greatest chunks."""
         return self.candidate_cfgs(inv)[0]
+
+    def heuristic_cfg_triton(self, inv: Invocation) -> LinearCrossEntropyConfig:
+        """The greatest chunks."""
+        return self.candidate_cfgs_triton(inv)[0]
+
+    def unsupported(self, inv: Invocation, backend: str) -> str | None:
+        """What a back end cannot honour."""
+        return triton_launch.unsupported(inv) if backend == "triton" else None
 
     def illegal(self, inv: Invocation, cfg: LinearCrossEntropyConfig) -> str | None:
         """A missing chunk, or gradients in the forward where there can be none."""
@@ -308,6 +388,8 @@ class LinearCrossEntropyForward(Kernel):
             return "recompute is missing"
         if not cfg.recompute and not inv.arguments["reduce"]:
             return "without a reduction gradients wait for the cotangents: recompute=False cannot make them before"
+        if cfg.backend == "triton":
+            return triton_launch.illegal(cfg.fwd, "fwd")
         if not cfg.recompute and inv.residuals and cfg.fwd is not None and cfg.fwd.blocksize_n is not None:
             if cfg.fwd.blocksize_n < (vocab := _sizes(inv)[1]):
                 return f"recompute=False takes chunks of the whole vocabulary, blocksize_n={vocab}"
@@ -332,32 +414,40 @@ class LinearCrossEntropyForward(Kernel):
 
     def run_xla(self, hidden, weight, labels, bias, coefficients, *, cfg, loss, reduce, precision):
         """Chunks of rows and of the vocabulary: the loss alone."""
-        losses = self._statistics(hidden, weight, labels, bias, cfg.fwd, loss, precision)[1]
+        losses = self._statistics(hidden, weight, labels, bias, cfg, loss, precision)[1]
         return _reduced(losses, coefficients, reduce)
+
+    run_triton = run_xla  # which looks at the config where the two differ
 
     def fwd_with_residuals_xla(self, hidden, weight, labels, bias, coefficients, *, cfg, loss, reduce, precision):
         """The loss, the statistics of the rows, and the gradients, if they are made here."""
         if cfg.recompute:
-            sums, losses = self._statistics(hidden, weight, labels, bias, cfg.fwd, loss, precision)
+            sums, losses = self._statistics(hidden, weight, labels, bias, cfg, loss, precision)
             like = accumulated(hidden, weight)
             gradients = [jnp.zeros(x.shape, like) if reduce and x is not None else None for x in (hidden, weight, bias)]
         else:
-            (sums, losses), gradients = self._with_gradients(
-                hidden, weight, labels, bias, coefficients, cfg.fwd, loss, precision
-            )
+            make = with_gradients_triton if cfg.backend == "triton" else self._with_gradients
+            scale = coefficients.astype(accumulated(hidden, weight))
+            (sums, losses), gradients = make(hidden, weight, labels, bias, scale, cfg.fwd, loss, precision)
         made = jnp.asarray(not cfg.recompute)
         return _reduced(losses, coefficients, reduce), ((sums, losses), tuple(gradients), made)
 
-    def _statistics(self, hidden, weight, labels, bias, tile, loss, precision):
+    fwd_with_residuals_triton = fwd_with_residuals_xla
+
+    def _statistics(self, hidden, weight, labels, bias, cfg, loss, precision):
         vocab = weight.shape[loss.vocab_axis]
 
         def chunk(hidden, labels):
-            sums = _sums(_only_counted(hidden, labels), weight, bias, labels, loss, tile.blocksize_n, precision)
+            hidden = _only_counted(hidden, labels)
+            if cfg.backend == "triton":
+                sums = triton_launch.sums(hidden, weight, labels, bias, cfg.fwd, loss, precision)
+            else:
+                sums = _sums(hidden, weight, bias, labels, loss, cfg.fwd.blocksize_n, precision)
             return (sums, loss.losses(labels, sums, vocab)), ()
 
-        return over_rows(chunk, [hidden, labels], tile.blocksize_m)[0]
+        return over_rows(chunk, [hidden, labels], cfg.fwd.blocksize_m)[0]
 
-    def _with_gradients(self, hidden, weight, labels, bias, coefficients, tile, loss, precision):
+    def _with_gradients(self, hidden, weight, labels, bias, scale, tile, loss, precision):
         dtype, vocab = accumulated(hidden, weight), weight.shape[loss.vocab_axis]
 
         def chunk(hidden, labels, scale):
@@ -372,7 +462,6 @@ class LinearCrossEntropyForward(Kernel):
             return (sums, losses, dh), (dw, None if bias is None else grad.sum(0))
 
         # In this layout, whatever the weight has: of few rows a CPU takes 1.5 times as long to make the other one.
-        scale = coefficients.astype(dtype)
         (sums, losses, dh), (dw, db) = over_rows(chunk, [hidden, labels, scale], tile.blocksize_m)
         return (sums, losses), (dh, dw.T if loss.weight_layout == "io" else dw, db)
 

@@ -43,13 +43,13 @@ class Loss:
         losses = (sums.finite_top - target) + jnp.log(sums.exps)
         if self.z_loss:
             losses = losses + self.z_loss * jnp.square(sums.finite_top + jnp.log(sums.exps))
-        return jnp.where(labels == IGNORED, 0.0, jnp.where(labels < vocab, losses, jnp.nan))
+        return counted(losses, labels, vocab)
 
     def gradient(
         self, logits: jax.Array, labels: jax.Array, sums: Sums, scale: jax.Array, first: Any, vocab: int
     ) -> jax.Array:
         """The gradient of `sum(scale * losses)` by `hidden @ weight + bias`, in a chunk of logits from `first`."""
-        scale = jnp.where(labels == IGNORED, 0.0, jnp.where(labels < vocab, scale, jnp.nan))
+        scale = counted(scale, labels, vocab)
         by_lse = scale / sums.exps
         if self.z_loss:
             by_lse = by_lse * (1 + 2 * self.z_loss * (sums.finite_top + jnp.log(sums.exps)))
@@ -59,6 +59,11 @@ class Loss:
         if self.label_smoothing:
             gradient = gradient - (self.label_smoothing / vocab * scale)[:, None]
         return gradient if self.soft_cap is None else gradient * (1 - jnp.square(logits / self.soft_cap))
+
+
+def counted(numbers: jax.Array, labels: jax.Array, vocab: int) -> jax.Array:
+    """A number of each row: 0 where its label is ignored, NaN where it is out of range."""
+    return jnp.where(labels == IGNORED, 0.0, jnp.where(labels < vocab, numbers, jnp.nan))
 
 
 @dataclasses.dataclass(frozen=True)

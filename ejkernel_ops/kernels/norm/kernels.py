@@ -157,9 +157,7 @@ class NormForward(RowKernel):
 
     def run_triton(self, x, scale=None, bias=None, residual=None, *, cfg, epsilon=1e-6):
         """Tiles of rows in Triton."""
-        return triton_launch.forward(
-            x, scale, bias, residual, params=cfg.fwd, centred=self.centred, epsilon=epsilon
-        )
+        return triton_launch.forward(x, scale, bias, residual, params=cfg.fwd, centred=self.centred, epsilon=epsilon)
 
     def out_like(self, x, scale, bias, residual, *, epsilon):
         """Types of the norm, the sum and the statistics."""

@@ -89,7 +89,9 @@ def illegal(inv: Invocation, params: Any, direction: str) -> str | None:
         return fault
     features = power_of_two(inv.arguments["x"].shape[-1])
     if (numbers := features * params.blocksize_m // (32 * params.num_warps)) > _MOST_NUMBERS:
-        return f"a thread would hold {numbers} numbers of a row, more than {_MOST_NUMBERS}: take fewer rows, or more warps"
+        return (
+            f"a thread would hold {numbers} numbers of a row, more than {_MOST_NUMBERS}: take fewer rows, or more warps"
+        )
     if direction == "bwd" and params.blocksize_k < params.blocksize_m:
         return f"blocksize_k is {params.blocksize_k}, less than one tile of {params.blocksize_m} rows"
     return None
