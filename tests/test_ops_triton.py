@@ -94,6 +94,7 @@ def chunks(recompute, size=4, block=16):
 
 
 LOSS_FACTORS = cross_entropy.FACTORS | {
+    "vocab": (37, 64, 2),
     "rows": ((5,), (2, 3), (23,)),
     "chunks": ("made", "again"),
     "block": (16, 32, 64),
