@@ -33,7 +33,7 @@ test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q $(ARGS)
 
 kernels: install
-	$(BIN)/python -m pytest -n 2 -q -m kernels tests/test_compiled.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 -q -m kernels tests/test_compiled.py tests/test_ops_compiled.py $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

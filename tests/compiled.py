@@ -8,12 +8,11 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 _POINTERS = {
     "bfloat16": "*bf16",
@@ -49,22 +48,25 @@ class Compiled:
 
 
 def launches(run: Callable, *operands: Any) -> list[Launch]:
-    """The launches of a function of arrays, which is traced only; it takes `triton_call` from `triton_launch`."""
-    from ejkernel_ops.kernels.attention import triton_launch
-
-    found: list[Launch] = []
-
-    def record(kernel, *operands, out_types, grid, num_warps, num_stages, name, **constants):
-        types = tuple(_POINTERS[x.dtype.name] for x in (*operands, *out_types))
-        found.append(Launch(kernel, types, tuple(constants.items()), num_warps, num_stages, name))
-        return [jnp.zeros(t.shape, t.dtype) for t in out_types]
-
-    kept, triton_launch.triton_call = triton_launch.triton_call, record
-    try:
-        jax.eval_shape(run, *operands)
-    finally:
-        triton_launch.triton_call = kept
+    """The launches of a function of arrays, which is traced only."""
+    found = []
+    for equation in _equations(jax.make_jaxpr(run)(*operands).jaxpr):
+        if equation.primitive.name == "triton_call":
+            launch = equation.params["launch"]
+            types = tuple(_POINTERS[x.dtype.name] for x in (*(v.aval for v in equation.invars), *launch.out_types))
+            constants = tuple(launch.constants.items())
+            found.append(Launch(launch.kernel, types, constants, launch.num_warps, launch.num_stages, launch.name))
     return found
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, and of those in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
 
 
 @functools.cache

@@ -16,13 +16,14 @@ def rows_of_logits(
     logits_ptr, labels_ptr, scale_ptr, bias_ptr, top_ptr, exps_ptr, picked_ptr, total_ptr, grad_ptr, spec: tl.constexpr
 ):
     """Largest logit, sum of exponentials less it, the label's logit and the sum of one row, and its gradient."""
+    block: tl.constexpr = spec.block
     row = tl.program_id(0)
     label = tl.load(labels_ptr + row)
     logits_ptr += row.to(tl.int64) * spec.vocab
-    columns = tl.arange(0, spec.block)
+    columns = tl.arange(0, block)
     top = tl.full((), -float("inf"), tl.float32)
-    exps, totals = tl.zeros((spec.block,), tl.float32), tl.zeros((spec.block,), tl.float32)
-    for first in range(0, spec.vocab, spec.block):
+    exps, totals = tl.zeros((block,), tl.float32), tl.zeros((block,), tl.float32)
+    for first in range(0, spec.vocab, block):
         logits = _logits(logits_ptr, bias_ptr, first + columns, -float("inf"), spec)
         greater = tl.maximum(top, tl.max(logits, 0))
         finite = tl.where(greater == -float("inf"), 0.0, greater)
@@ -44,8 +45,8 @@ def rows_of_logits(
         if spec.z_loss > 0:
             by_exp *= 1 + 2 * spec.z_loss * (finite + tl.log(sum_of_exps))
         grad_ptr += row.to(tl.int64) * spec.vocab
-        for done in range(0, spec.vocab, spec.block):
-            at = (spec.vocab - 1) // spec.block * spec.block - done + columns
+        for done in range(0, spec.vocab, block):
+            at = (spec.vocab - 1) // block * block - done + columns
             logits = _logits(logits_ptr, bias_ptr, at, 0.0, spec)
             grad = tl.exp(logits - finite) * by_exp
             grad -= tl.where(at == label, (1 - spec.smoothing) * scale, 0.0)

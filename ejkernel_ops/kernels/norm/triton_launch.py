@@ -15,7 +15,7 @@ from ..on_triton import INT32, given, missing, power_of_two, unfit_arrays, unfit
 from ..rows import num_rows
 
 _ARRAYS = ("x", "residual", "summed", "scale", "bias", "dnormed", "dsummed")
-_MOST_FEATURES = 16384
+_MOST_FEATURES = 8192
 _MOST_NUMBERS = 64  # of a row that a thread holds, of each array
 FORWARD_FIELDS = ("blocksize_m", "num_warps")
 BACKWARD_FIELDS = (*FORWARD_FIELDS, "blocksize_k")

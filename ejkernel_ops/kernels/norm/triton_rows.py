@@ -14,8 +14,10 @@ def norm_forward(
     x_ptr, residual_ptr, scale_ptr, bias_ptr, normed_ptr, summed_ptr, mean_ptr, rstd_ptr, spec: tl.constexpr
 ):
     """Norm, sum with the residual, and statistics of some rows."""
-    rows = tl.program_id(0) * spec.block_m + tl.arange(0, spec.block_m)
-    columns = tl.arange(0, spec.block_f)
+    block_m: tl.constexpr = spec.block_m
+    block_f: tl.constexpr = spec.block_f
+    rows = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    columns = tl.arange(0, block_f)
     live, real = rows < spec.rows, columns < spec.features
     inside = live[:, None] & real[None, :]
     at = rows.to(tl.int64)[:, None] * spec.features
@@ -54,16 +56,18 @@ def norm_backward(
     spec: tl.constexpr,
 ):  # fmt: skip
     """Gradients of some rows, and what they add to those of scale and bias: `(programs, features)`."""
+    block_m: tl.constexpr = spec.block_m
+    block_f: tl.constexpr = spec.block_f
     program = tl.program_id(0)
-    columns = tl.arange(0, spec.block_f)
+    columns = tl.arange(0, block_f)
     real = columns < spec.features
-    weight = tl.full((1, spec.block_f), 1.0, tl.float32)
+    weight = tl.full((1, block_f), 1.0, tl.float32)
     if spec.has_scale:
         weight = tl.load(scale_ptr + columns, real, 0.0).to(tl.float32)[None, :]
-    dscale = tl.zeros((spec.block_m, spec.block_f), tl.float32)
-    dbias = tl.zeros((spec.block_m, spec.block_f), tl.float32)
-    for start in range(program * spec.span, tl.minimum((program + 1) * spec.span, spec.rows), spec.block_m):
-        rows = start + tl.arange(0, spec.block_m)
+    dscale = tl.zeros((block_m, block_f), tl.float32)
+    dbias = tl.zeros((block_m, block_f), tl.float32)
+    for start in range(program * spec.span, tl.minimum((program + 1) * spec.span, spec.rows), block_m):
+        rows = start + tl.arange(0, block_m)
         live = (rows < spec.rows)[:, None]
         inside = live & real[None, :]
         at = rows.to(tl.int64)[:, None] * spec.features + columns[None, :]
