@@ -236,14 +236,14 @@ class Contender:
         return state, jax.block_until_ready(jnp.stack(losses))
 
 
-def contenders(size: Size, names: list[str]) -> tuple[list[Contender], list[jax.Array]]:
+def contenders(size: Size, names: list[str], tune: bool) -> tuple[list[Contender], list[jax.Array]]:
     """Each way compiled, ours as it is and tuned; also what to start from."""
     found, start = [], []
     tokens = tokens_of(size, 0)
     for name in names:
         start, step = start_and_step(size, WAYS[name])
         found.append(Contender(name, step.lower(start, tokens).compile()))
-        if WAYS[name].swapped:
+        if WAYS[name].swapped and tune:
             begun = time.monotonic()
             result = ejlayers.tune(step, start, tokens, whole_step=False, progress=False)
             seconds = time.monotonic() - begun
@@ -335,13 +335,14 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=["stock_cudnn", "ours"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=5, help="steps of a round")
+    parser.add_argument("--no-tune", action="store_true", help="ours as it is, without tuning")
     parser.add_argument("--profile", action="store_true", help="also print the kernels of each, by kind")
     parser.add_argument("--follow", type=int, default=0, help="instead of times, losses of so many steps")
     parser.add_argument("--out", type=Path, help="default docs/benchmarks/train_step_<card>.csv")
     options = parser.parse_args()
     size = SIZES[options.model]
     out = options.out or Path(f"docs/benchmarks/train_step_{card()}.csv")
-    found, state = contenders(size, options.ways)
+    found, state = contenders(size, options.ways, not options.no_tune)
     if options.follow:
         return follow(options.model, size, found, options.follow, out.with_stem(f"{out.stem}_losses"))
     tokens, parameters = tokens_of(size, 0), num_parameters(size)

@@ -90,7 +90,7 @@ def judge(case, config):
     seed = zlib.crc32(case_name(case).encode())
     given = (case["rows"], 10, case["vocab"], *(case[n] for n in ("bias", "weighted", "layout", "dtype")))
     options = {n: case[n] for n in ("reduction", "logits_soft_cap", "z_loss", "label_smoothing")}
-    options["weight_layout"] = case["layout"]
+    options |= {"weight_layout": case["layout"], "precision": case.get("precision")}
     results = []
     for repeat in range(4):  # errors of a few numbers compare badly
         arrays, labels, rng = inputs(*given, seed + repeat)
