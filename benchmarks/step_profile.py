@@ -35,8 +35,8 @@ class KernelTime:
         return next((kind for kind, parts in _KINDS if any(p in self.name.lower() for p in parts)), "other")
 
 
-def kernels(run: Callable[[], object], steps: int) -> list[KernelTime]:
-    """The kernels of a function that runs some steps, the longest first."""
+def kernels(run: Callable[[], object], steps: int) -> tuple[list[KernelTime], list[KernelTime]]:
+    """The kernels of a function that runs some steps, the longest first, and the gaps before them."""
     from jax.profiler import ProfileData
 
     with tempfile.TemporaryDirectory() as folder:
@@ -44,13 +44,25 @@ def kernels(run: Callable[[], object], steps: int) -> list[KernelTime]:
             jax.block_until_ready(run())
         [path] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
         data = ProfileData.from_file(path)
-    ms, count = collections.Counter(), collections.Counter()
+    ms, count, events = collections.Counter(), collections.Counter(), []
     for plane in (p for p in data.planes if "GPU" in p.name):
         for line in (line for line in plane.lines if "Stream" in line.name):
             for event in line.events:
                 name = re.sub(r"[_.]?\d+$", "", event.name.split("<")[0])[:60]
                 ms[name] += event.duration_ns / 1e6 / steps
                 count[name] += 1 / steps
+                events.append((event.start_ns, event.start_ns + event.duration_ns, name))
+    return [KernelTime(name, time, count[name]) for name, time in ms.most_common()], gaps(events, steps)
+
+
+def gaps(events: list[tuple[int, int, str]], steps: int) -> list[KernelTime]:
+    """Idle time of the device by the kernel that followed, the longest first; of overlapping kernels none."""
+    ms, count, end = collections.Counter(), collections.Counter(), None
+    for start, stop, name in sorted(events):
+        if end is not None and start > end:
+            ms[name] += (start - end) / 1e6 / steps
+            count[name] += 1 / steps
+        end = stop if end is None else max(end, stop)
     return [KernelTime(name, time, count[name]) for name, time in ms.most_common()]
 
 

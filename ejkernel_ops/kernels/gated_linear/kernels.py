@@ -125,8 +125,8 @@ class GatedLinearBackward(RowKernel):
             lows = [jnp.concatenate(grads, -1).astype(x.dtype)] if fused else [g.astype(x.dtype) for g in grads]
             dx, other = None, transposed(weight_layout)
             if need_x:
-                dx_type = product_type(x.dtype, x, gate_weight) if fused else dtype
-                dx = sum(product(low, w, other, dx_type, precision) for low, w in zip(lows, weights))
+                dx_type = product_type(x.dtype, x, gate_weight)
+                dx = sum(product(low, w, other, dx_type, precision).astype(dtype) for low, w in zip(lows, weights))
             wanted = (need_gate,) if fused else (need_gate, need_up)
             dws = [
                 weight_gradient(x, low, weight_layout, dw_type, precision) if need else None
