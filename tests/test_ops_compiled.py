@@ -1,4 +1,4 @@
-"""The Triton kernels of norms and of the cross-entropy compile for Hopper without spills: looked at without a GPU."""
+"""The Triton kernels of ops besides attention compile for Hopper without spills: looked at without a GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from ejkernel_ops.execution.check import program
 from ejkernel_ops.kernels import (
     LAYER_NORM,
     LAYER_NORM_BWD,
+    LINEAR,
+    LINEAR_BWD,
     LINEAR_CROSS_ENTROPY,
     LINEAR_CROSS_ENTROPY_BWD,
     RMS_NORM,
@@ -60,6 +62,18 @@ def loss_calls(loss, bias=False, reduce=True, dtype=jnp.bfloat16):
     )
 
 
+def linear_calls(activation, bias=True, dtype=jnp.bfloat16):
+    """The forward and the backward call of a linear map."""
+    x, out = like(4, 512, 768, dtype=dtype), like(4, 512, 3072, dtype=dtype)
+    operands = (x, like(768, 3072, dtype=dtype), like(3072, dtype=dtype) if bias else None)
+    statics = {"activation": activation, "weight_layout": "io", "out_dtype": jnp.dtype(dtype), "precision": None}
+    needs = (True, True, bias)
+    return (
+        Invocation(LINEAR, operands, statics, platform="cuda"),
+        Invocation(LINEAR_BWD, (*operands, out, out, out, None), statics, needs=needs, platform="cuda"),
+    )
+
+
 def assert_fit(inv, configs):
     """Compiles the kernels of some configs, of which there is at least one, and looks at spills and shared memory."""
     for cfg in configs:
@@ -91,6 +105,12 @@ def test_norms_of_other_widths_and_types_compile(features):
 @pytest.mark.parametrize("reduce", [True, False], ids=["reduced", "rows"])
 def test_the_cross_entropy_spills_nothing(loss, reduce):
     for inv in loss_calls(loss, bias=loss.soft_cap is not None, reduce=reduce):
+        assert_fit(inv, [inv.kernel.heuristic_cfg_triton(inv)])
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "silu", "relu", "squared_relu"])
+def test_activations_spill_nothing(activation):
+    for inv in linear_calls(activation, bias=activation != "silu"):
         assert_fit(inv, [inv.kernel.heuristic_cfg_triton(inv)])
 
 

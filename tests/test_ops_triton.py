@@ -9,8 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_ops import BwdParams, ConfigError, FwdParams, LinearCrossEntropyConfig, NormConfig, layer_norm, rms_norm
+import ejkernel_ops as ops
+from ejkernel_ops import (
+    BwdParams,
+    ConfigError,
+    FwdParams,
+    LinearConfig,
+    LinearCrossEntropyConfig,
+    NormConfig,
+    UnsupportedError,
+    layer_norm,
+    rms_norm,
+)
 
+from . import test_linear as linear
 from . import test_linear_cross_entropy as cross_entropy
 from . import test_norm as norm
 from .reference import case_name, mostly_once, pairwise
@@ -24,6 +36,8 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 def interpreted(monkeypatch):
     if not ON_GPU:
         monkeypatch.setenv("EJKERNEL_OPS_INTERPRET", "1")
+    with jax.default_matmul_precision("highest"):  # a GPU rounds the operands of float32 products otherwise
+        yield
 
 
 # Norms
@@ -82,6 +96,37 @@ def test_gradients_of_a_norm_are_the_same_bits_each_time_and_each_may_be_asked_a
 def test_tiles_of_norms_that_cannot_be_are_errors_that_say_why(params, match):
     with pytest.raises(ConfigError, match=match):
         rms_norm(jnp.ones((4, 64)), config=NormConfig(backend="triton", fwd=params))
+
+
+# Activations of linear maps
+
+
+def activated(fwd, bwd, span):
+    """A config: tiles in either direction, and rows of a program of the backward."""
+    return LinearConfig(
+        backend="triton",
+        fwd=FwdParams(blocksize_m=fwd[0], blocksize_n=fwd[1], num_warps=4),
+        bwd=BwdParams(blocksize_m=bwd[0], blocksize_n=bwd[1], num_warps=4, blocksize_k=span),
+    )
+
+
+LINEAR_FACTORS = linear.FACTORS | {
+    "activation": ("gelu", "gelu_exact", "silu", "relu", "squared_relu"),
+    "chunks": (((2, 8), (1, 16), 4), ((16, 2), (8, 4), 8)),
+}
+
+
+@pytest.mark.parametrize("case", mostly_once(pairwise(LINEAR_FACTORS)), ids=case_name)
+def test_activated_products_and_their_gradients_err_no_more_than_plain_ones(case):
+    seed = zlib.crc32(case_name(case).encode())
+    arrays, rng = linear.inputs(case["rows"], case["features"], case["bias"], case["layout"], case["dtype"], seed)
+    options = {"activation": case["activation"], "weight_layout": case["layout"]}
+    linear.judge(arrays, rng, activated(*case["chunks"]), preferred_element_type=case["preferred"], **options)
+
+
+def test_without_an_activation_there_is_nothing_for_triton():
+    with pytest.raises(UnsupportedError, match="without an activation"):
+        ops.linear(jnp.ones((4, 8)), jnp.ones((8, 8)), config=activated((2, 8), (2, 8), 4))
 
 
 # The cross-entropy

@@ -1,4 +1,7 @@
-"""The two kernels of a linear map on XLA: one product, or a loop over chunks of rows that stay in the caches."""
+"""The two kernels of a linear map: on XLA products, at once or in chunks of rows; on Triton what an activation adds.
+
+On Triton the products are XLA's still, and what is left to do is one kernel in each direction.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from ...core.invocation import Invocation
 from ..activations import ACTIVATIONS, derivative
 from ..config import OpConfig
 from ..rows import (
@@ -20,6 +24,7 @@ from ..rows import (
     transposed,
     weight_gradient,
 )
+from . import triton_launch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -27,9 +32,12 @@ class LinearConfig(OpConfig):
     """Back end and tile sizes of `linear`; a field left `None` inherits.
 
     Args:
-        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which `linear` has `"xla"` so far.
-        fwd: `blocksize_m` of the forward kernel, in rows of `x`.
-        bwd: the same of the backward kernel.
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which `linear` has `"xla"`, and with an activation
+            `"triton"`.
+        fwd: `blocksize_m` of the forward kernel, in rows of `x`; on Triton also `blocksize_n` features of a tile, and
+            `num_warps`.
+        bwd: the same of the backward kernel; on Triton also `blocksize_k`, rows of which one program sums the gradient
+            of the bias.
 
     Raises:
         ConfigError: a field of the wrong type, or an unknown back end.
@@ -49,6 +57,23 @@ class LinearBackward(RowKernel):
     direction = "bwd"
     with_rows = ("x", "out", "preact", "dout", "dpreact")
     lazy_cotangents = True
+    fields = {"xla": ("bwd.blocksize_m",), "triton": tuple(f"bwd.{n}" for n in triton_launch.BACKWARD_FIELDS)}
+
+    def unsupported(self, inv: Invocation, backend: str) -> str | None:
+        """What a back end cannot honour."""
+        return triton_launch.unsupported(inv) if backend == "triton" else None
+
+    def candidate_cfgs_triton(self, inv: Invocation) -> list[LinearConfig]:
+        """Tiles, and rows of a program."""
+        return [LinearConfig(backend="triton", bwd=params) for params in triton_launch.backward_params(inv)]
+
+    def heuristic_cfg_triton(self, inv: Invocation) -> LinearConfig:
+        """The first of the tiles."""
+        return self.candidate_cfgs_triton(inv)[0]
+
+    def illegal(self, inv: Invocation, cfg: LinearConfig) -> str | None:
+        """A tile that is missing, or that registers have no room for."""
+        return triton_launch.illegal(cfg.bwd, "bwd") if cfg.backend == "triton" else super().illegal(inv, cfg)
 
     def run_xla(
         self,
@@ -67,40 +92,84 @@ class LinearBackward(RowKernel):
         out_dtype,
         precision,
     ):
-        """Chunks of rows: the activation's derivative and three products while a chunk is in the caches."""
+        """Chunks of rows: the activation's derivative and the products while a chunk is in the caches."""
         need_x, need_w, need_b = (bool(n) for n in needs)
         dtype, dx_type = accumulated(x, weight), product_type(x.dtype, x, weight)
         whole = self.chunk(cfg) >= num_rows(x)  # else sums of chunks
         dw_type = product_type(weight.dtype, x, weight) if whole else dtype
 
-        def gradients(x, preact, dout, dpreact):
-            grad = (
-                jnp.zeros(preact.shape if dout is None else dout.shape, dtype) if dout is None else dout.astype(dtype)
-            )
+        def gradients(x, made, dout, dpreact):
+            by_out = jnp.zeros(made.shape, dtype) if dout is None else dout.astype(dtype)
             if activation is not None:
-                grad = grad * derivative(activation, preact.astype(dtype))
-            if dpreact is not None:
-                grad = grad + dpreact.astype(dtype)
+                preact = made.astype(dtype) if bias is None else made.astype(dtype) + bias.astype(dtype)
+                by_out = by_out * derivative(activation, preact)
+            grad = by_out if dpreact is None else by_out + dpreact.astype(dtype)
             low = grad.astype(x.dtype)
             dx = product(low, weight, transposed(weight_layout), dx_type, precision) if need_x else None
             dw = weight_gradient(x, low, weight_layout, dw_type, precision) if need_w else None
-            return dx, (dw, grad.sum(0) if need_b else None)
+            return dx, (dw, by_out.sum(0) if need_b else None)
 
         flat = [None if a is None else flat_rows(a) for a in (x, preact, dout, dpreact)]
         dx, (dw, db) = over_rows(gradients, flat, self.chunk(cfg))
         return None if dx is None else dx.reshape(x.shape), dw, db
 
+    def run_triton(
+        self,
+        x,
+        weight,
+        bias,
+        out,
+        preact,
+        dout,
+        dpreact,
+        *,
+        cfg,
+        needs,
+        activation,
+        weight_layout,
+        out_dtype,
+        precision,
+    ):
+        """The activation's derivative and the gradient of the bias in one kernel, the products on XLA."""
+        need_x, need_w, need_b = (bool(n) for n in needs)
+        low, db = triton_launch.backward(preact, bias, dout, cfg.bwd, activation, x.dtype, need_b)
+        dx_type, dw_type = (product_type(a.dtype, x, weight) for a in (x, weight))
+        dx = product(low, weight, transposed(weight_layout), dx_type, precision) if need_x else None
+        rows = flat_rows(x), flat_rows(low)
+        return dx, weight_gradient(*rows, weight_layout, dw_type, precision) if need_w else None, db
+
 
 class LinearForward(RowKernel):
-    """A linear map over the last axis, with bias and activation; also the activation's input, for the backward."""
+    """A linear map over the last axis, with bias and activation; also the product alone, for the backward."""
 
     name = "linear"
     config_cls = LinearConfig
     rows, out_rows = (True, False, False), (True, True)
     backward = LinearBackward()
+    fields = {"xla": ("fwd.blocksize_m",), "triton": tuple(f"fwd.{n}" for n in triton_launch.FORWARD_FIELDS)}
+
+    def unsupported(self, inv: Invocation, backend: str) -> str | None:
+        """What a back end cannot honour."""
+        return triton_launch.unsupported(inv) if backend == "triton" else None
+
+    def candidate_cfgs_triton(self, inv: Invocation) -> list[LinearConfig]:
+        """Tiles."""
+        return [LinearConfig(backend="triton", fwd=params) for params in triton_launch.forward_params(inv)]
+
+    def heuristic_cfg_triton(self, inv: Invocation) -> LinearConfig:
+        """The first of the tiles."""
+        return self.candidate_cfgs_triton(inv)[0]
+
+    def heuristic_cfg_gpu(self, inv: Invocation) -> LinearConfig:
+        """XLA, which may fuse more than an activation."""
+        return self.heuristic_cfg(inv)
+
+    def illegal(self, inv: Invocation, cfg: LinearConfig) -> str | None:
+        """A tile that is missing, or that registers have no room for."""
+        return triton_launch.illegal(cfg.fwd, "fwd") if cfg.backend == "triton" else super().illegal(inv, cfg)
 
     def out_like(self, x, weight, bias, *, activation, weight_layout, out_dtype, precision):
-        """Types of output and saved activation input."""
+        """Types of output and saved product."""
         out = product(x, weight, weight_layout, None, None).astype(out_dtype)
         return out, None if activation is None else out
 
@@ -111,15 +180,21 @@ class LinearForward(RowKernel):
         dtype, out_dtype = accumulated(x, weight), jnp.result_type(x, weight) if out_dtype is None else out_dtype
 
         def chunk(x):
-            preact = product(x, weight, weight_layout, product_type(out_dtype, x, weight), precision).astype(dtype)
-            if bias is not None:
-                preact = preact + bias.astype(dtype)
-            saved = preact.astype(out_dtype)
+            made = product(x, weight, weight_layout, product_type(out_dtype, x, weight), precision)
+            preact = made.astype(dtype) if bias is None else made.astype(dtype) + bias.astype(dtype)
             if activation is None:
-                return saved, None
-            return ACTIVATIONS[activation](preact).astype(out_dtype), saved
+                return preact.astype(out_dtype), None
+            return ACTIVATIONS[activation](preact).astype(out_dtype), made.astype(out_dtype)
 
         return by_rows(chunk, [x], self.chunk(cfg))
+
+    def run_triton(
+        self, x, weight, bias=None, *, cfg, activation=None, weight_layout="io", out_dtype=None, precision=None
+    ):
+        """The product on XLA, bias and activation in one kernel."""
+        out_dtype = jnp.result_type(x, weight) if out_dtype is None else out_dtype
+        made = product(x, weight, weight_layout, product_type(out_dtype, x, weight), precision).astype(out_dtype)
+        return triton_launch.forward(made, bias, cfg.fwd, activation, out_dtype), made
 
 
 LINEAR = LinearForward()
