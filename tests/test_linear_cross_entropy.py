@@ -264,7 +264,7 @@ def test_numbers_may_be_scalars_of_jax():
 
 
 SIZE = {"hidden": (4096, 256), "weight": (256, 32000)}
-LOGITS = 1 << 26 if jax.default_backend() == "gpu" else 1 << 23  # that a chunk holds
+LOGITS = 1 << 27 if jax.default_backend() == "gpu" else 1 << 23  # that a chunk holds
 
 
 @functools.cache

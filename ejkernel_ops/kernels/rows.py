@@ -104,16 +104,23 @@ def product_type(out: Any, *operands: Any) -> Any:
 
 
 def product(x: jax.Array, weight: jax.Array, weight_layout: str, dtype: Any, precision: Any) -> jax.Array:
-    """`x @ weight` over the last axis of `x`, sums in `dtype`; `weight` is `(in, out)`, or `(out, in)` with `"oi"`."""
+    """`x @ weight` over the last axis of `x` in `dtype`; `weight` is `(in, out)`, or `(out, in)` with `"oi"`."""
     contract = ((x.ndim - 1,), (0 if weight_layout == "io" else 1,))
-    return jax.lax.dot_general(x, weight, (contract, ((), ())), precision=precision, preferred_element_type=dtype)
+    return _dot(x, weight, contract, dtype, precision)
 
 
 def weight_gradient(x: jax.Array, grad: jax.Array, weight_layout: str, dtype: Any, precision: Any) -> jax.Array:
     """The gradient of `weight` in `x @ weight` from that of the product, both `(rows, features)`."""
     left, right = (x, grad) if weight_layout == "io" else (grad, x)
-    contract = (((0,), (0,)), ((), ()))
-    return jax.lax.dot_general(left, right, contract, precision=precision, preferred_element_type=dtype)
+    return _dot(left, right, ((0,), (0,)), dtype, precision)
+
+
+def _dot(x: jax.Array, y: jax.Array, contract: Any, dtype: Any, precision: Any) -> jax.Array:
+    """A product whose sums are float32 or wider: XLA makes that of a vector in the type that is asked for."""
+    free = [math.prod(a.shape) // max(1, math.prod(a.shape[i] for i in axes)) for a, axes in zip((x, y), contract)]
+    made = dtype if dtype is None or min(free) > 1 else jnp.promote_types(dtype, accumulated(x, y))
+    dot = jax.lax.dot_general(x, y, (contract, ((), ())), precision=precision, preferred_element_type=made)
+    return dot if dtype is None else dot.astype(dtype)
 
 
 def transposed(weight_layout: str) -> str:

@@ -8,6 +8,8 @@ No two programs add to the same number, so gradients are the same bits in each r
 import triton
 import triton.language as tl
 
+from ...triton_assembly import RECIPROCAL, RECIPROCAL_OPERANDS
+
 
 @triton.jit
 def activation_forward(product_ptr, bias_ptr, out_ptr, spec: tl.constexpr):
@@ -20,7 +22,7 @@ def activation_forward(product_ptr, bias_ptr, out_ptr, spec: tl.constexpr):
     inside = (rows < spec.rows)[:, None] & (columns < spec.features)[None, :]
     at = rows.to(tl.int64)[:, None] * spec.features + columns[None, :]
     x = _with_bias(tl.load(product_ptr + at, inside, 0.0), bias_ptr, columns, spec)
-    tl.store(out_ptr + at, activation(x, spec.activation), inside)
+    tl.store(out_ptr + at, activation(x, spec), inside)
 
 
 @triton.jit
@@ -37,7 +39,7 @@ def activation_backward(product_ptr, bias_ptr, dout_ptr, grad_ptr, dbias_ptr, sp
         inside = (rows < spec.rows)[:, None] & (columns < spec.features)[None, :]
         at = rows.to(tl.int64)[:, None] * spec.features + columns[None, :]
         x = _with_bias(tl.load(product_ptr + at, inside, 0.0), bias_ptr, columns, spec)
-        grad = tl.load(dout_ptr + at, inside, 0.0).to(tl.float32) * derivative(x, spec.activation)
+        grad = tl.load(dout_ptr + at, inside, 0.0).to(tl.float32) * derivative(x, spec)
         tl.store(grad_ptr + at, grad, inside)
         if spec.want_bias:
             total += tl.where(inside, grad, 0.0)
@@ -55,14 +57,15 @@ def _with_bias(product, bias_ptr, columns, spec: tl.constexpr):
 
 
 @triton.jit
-def activation(x, name: tl.constexpr):
+def activation(x, spec: tl.constexpr):
     """An activation by its name in `ACTIVATIONS`."""
+    name: tl.constexpr = spec.activation
     if name == "gelu":
         y = 0.5 * x * (1 + _tanh(_SQRT_2_PI * (x + _CUBIC * x * x * x)))
     elif name == "gelu_exact":
         y = 0.5 * x * (1 + tl.erf(x * _SQRT_HALF))
     elif name == "silu":
-        y = x * tl.sigmoid(x)
+        y = x * _sigmoid(x)
     else:
         y = tl.maximum(x, 0.0)
         if name == "squared_relu":
@@ -71,8 +74,9 @@ def activation(x, name: tl.constexpr):
 
 
 @triton.jit
-def derivative(x, name: tl.constexpr):
+def derivative(x, spec: tl.constexpr):
     """The derivative of an activation."""
+    name: tl.constexpr = spec.activation
     if name == "gelu":
         tanh = _tanh(_SQRT_2_PI * (x + _CUBIC * x * x * x))
         inner = _SQRT_2_PI * (1 + 3 * _CUBIC * x * x)
@@ -80,7 +84,7 @@ def derivative(x, name: tl.constexpr):
     elif name == "gelu_exact":
         y = 0.5 * (1 + tl.erf(x * _SQRT_HALF)) + x * tl.exp(-0.5 * x * x) * _NORMAL
     elif name == "silu":
-        sigmoid = tl.sigmoid(x)
+        sigmoid = _sigmoid(x)
         y = sigmoid * (1 + x * (1 - sigmoid))
     elif name == "squared_relu":
         y = 2 * tl.maximum(x, 0.0)
@@ -97,4 +101,15 @@ _CUBIC: tl.constexpr = tl.constexpr(0.044715)
 
 @triton.jit
 def _tanh(x):
-    return 1 - 2 / (1 + tl.exp(2 * x))
+    return 1 - 2 * _reciprocal(1 + tl.exp(2 * x))
+
+
+@triton.jit
+def _sigmoid(x):
+    return _reciprocal(1 + tl.exp(-x))
+
+
+@triton.jit
+def _reciprocal(x):
+    """`1 / x`; a division would be most of these kernels' instructions."""
+    return tl.inline_asm_elementwise(RECIPROCAL, RECIPROCAL_OPERANDS, [x], dtype=tl.float32, is_pure=True, pack=1)

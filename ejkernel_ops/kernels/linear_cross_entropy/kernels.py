@@ -21,13 +21,10 @@ from ..rows import accumulated, held_back, over_rows, product, product_type, tra
 from . import triton_launch
 from .loss import IGNORED, Loss, Sums, counted
 
-_LOGITS = {"cpu": 1 << 23, "gpu": 1 << 26, "tpu": 1 << 26}  # held at once: 32 and 256 MiB of float32
+_LOGITS = {"cpu": 1 << 23, "gpu": 1 << 27, "tpu": 1 << 26}  # held at once: 32, 512 and 256 MiB of float32
 _FEWEST = 512  # columns of a chunk
-_FEWEST_ROWS = {
-    "cpu": 1,
-    "gpu": 1024,
-    "tpu": 1024,
-}  # a chunk of fewer reads and writes more of the weight than it multiplies
+# A chunk of fewer reads and writes more of the weight's gradient than it multiplies.
+_FEWEST_ROWS = {"cpu": 1, "gpu": 2048, "tpu": 1024}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
