@@ -1,4 +1,4 @@
-"""Where a compiled step's time goes: its kernels by the device's record, and its calls inside of CUDA graphs."""
+"""Where a compiled step's time goes: its kernels and the gaps between them, by the device's record."""
 
 from __future__ import annotations
 
@@ -72,13 +72,3 @@ def by_kind(found: list[KernelTime]) -> dict[str, float]:
     for kernel in found:
         total[kernel.kind] += kernel.ms
     return dict(total.most_common())
-
-
-def in_graphs(text: str) -> str:
-    """How many of the custom calls of an optimised module are inside of CUDA graphs, such as `12/37`."""
-    inside = total = 0
-    for computation in re.split(r"\n(?=\S)", text):
-        calls = computation.count(" custom-call(")
-        total += calls
-        inside += calls if computation.startswith("%command_buffer") else 0
-    return f"{inside}/{total}"

@@ -26,7 +26,7 @@ import optax
 from attention import about, card
 from flax import nnx
 from rows import write_rows
-from step_profile import by_kind, in_graphs, kernels
+from step_profile import by_kind, kernels
 
 import ejlayers
 from ejkernel_ops import (
@@ -284,7 +284,6 @@ def row(name: str, size: Size, contender: Contender, base: Contender, parameters
         "tuning_s": round(contender.seconds, 1),
         "kernel_ms": "" if profile is None else round(sum(k.ms for k in profile), 2),
         "kernels": "" if profile is None else round(sum(k.count for k in profile)),
-        "custom_calls_in_graphs": in_graphs(contender.compiled.as_text()),
     }
 
 

@@ -40,7 +40,7 @@ def linear(
         preferred_element_type: type of the result; default the common type of `x` and `weight`.
         precision: of the product, as in `jax.lax.Precision`; default JAX's.
         config: back end and tile sizes; what it leaves open is chosen.
-        backend: `"xla"`, the only one so far, or `None` for the best one.
+        backend: `"xla"`, with an activation also `"triton"`, or `None` for the best one.
         cfg: another spelling of `config`.
 
     Returns:

@@ -64,7 +64,7 @@ def linear_cross_entropy(
         precision: of the products, as in `jax.lax.Precision`; default JAX's.
         config: back end and chunks; what it leaves open is chosen. `recompute=False` makes gradients in the forward: it
             takes chunks of the whole vocabulary, and a reduction.
-        backend: `"xla"`, the only one so far, or `None` for the best one.
+        backend: `"triton"`, `"xla"`, or `None` for the best one.
         cfg: another spelling of `config`.
 
     Returns:

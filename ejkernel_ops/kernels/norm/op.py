@@ -39,7 +39,7 @@ def rms_norm(
         residual: of the shape of `x`, added to it before; the norm is that of the sum as it is returned, rounded.
         precision: checked as in `jax.lax.Precision`, and without effect: a norm has no products of matrices.
         config: back end and tile sizes; what it leaves open is chosen.
-        backend: `"xla"`, the only one so far, or `None` for the best one.
+        backend: `"triton"`, `"xla"`, or `None` for the best one.
         cfg: another spelling of `config`.
 
     Returns:
@@ -88,7 +88,7 @@ def layer_norm(
         residual: of the shape of `x`, added to it before; the norm is that of the sum as it is returned, rounded.
         precision: checked as in `jax.lax.Precision`, and without effect: a norm has no products of matrices.
         config: back end and tile sizes; what it leaves open is chosen.
-        backend: `"xla"`, the only one so far, or `None` for the best one.
+        backend: `"triton"`, `"xla"`, or `None` for the best one.
         cfg: another spelling of `config`.
 
     Returns:
