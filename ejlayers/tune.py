@@ -16,7 +16,7 @@ from ejkernel_ops.execution.failures import first_line
 from ejkernel_ops.execution.measure import BUSY, spread
 from ejkernel_ops.execution.progress import Progress
 
-from .steps import copied, is_abstract, jitted, lower
+from .steps import copied, is_abstract, jitted, lower, unbound
 
 _ROUNDS, _BUDGET_S = 9, 20.0
 _MIN_GAIN, _MAX_LOSS = 0.01, 0.005  # of a step's time: below the one its ops are suspects, above the other they go
@@ -37,7 +37,7 @@ def tune(
     fusion. What makes the step slower is dropped, and `result.notes` says what was found.
 
     Args:
-        step: a function, or what `jax.jit`, `nnx.jit` or `eqx.filter_jit` returns.
+        step: a function, or what `jax.jit`, `nnx.jit` or `eqx.filter_jit` returns, or a `functools.partial` of either.
         *args: its arguments; `ShapeDtypeStruct`s will do, then the whole step is not timed.
         selector: whose tuner and caches are used; default the default selector.
         whole_step: time the whole step at the end.
@@ -60,6 +60,7 @@ def tune(
         1
     """
     selector = require_chain(default_selector() if selector is None else selector)
+    step, args, kwargs = unbound(step, args, kwargs)
     step = jitted(step, args, kwargs)
     with Progress(selector, shown=progress):
         result = autotune_lowered(selector, lower(step, args, kwargs), progress=progress)
