@@ -72,7 +72,7 @@ def check(model: Any, *inputs: Any, per_module: bool = False, **kwargs: Any) -> 
         Largest differences.
 
     Raises:
-        ConfigError: a model of no known framework, or one that was not swapped.
+        ConfigError: a model of no known framework, or one that was not swapped; of Linen, a rule that matches nothing.
         ValueError: models whose outputs or parameters have different structures or shapes.
 
     Example:
@@ -85,8 +85,10 @@ def check(model: Any, *inputs: Any, per_module: bool = False, **kwargs: Any) -> 
     adapter = adapter_of(model)
     if inputs and adapter.is_model(inputs[0]):
         original, model, inputs = model, inputs[0], inputs[1:]
+        rows = adapter.rows(model, inputs, kwargs)
     else:
-        if not any(row.replaced for row in adapter.rows(model, inputs, kwargs)):
+        rows = adapter.rows(model, inputs, kwargs)
+        if not any(row.replaced for row in rows):
             raise ConfigError("no layer of model is one of ours; pass what ejlayers.swap(model) returned")
         original = adapter.original(model)
     want = adapter.value_and_grads(original, inputs, kwargs)
@@ -98,7 +100,7 @@ def check(model: Any, *inputs: Any, per_module: bool = False, **kwargs: Any) -> 
     report = compared(model)
     if not per_module:
         return report
-    paths = [row.path for row in adapter.rows(model, inputs, kwargs) if row.replaced]
+    paths = [row.path for row in rows if row.replaced]
     return dataclasses.replace(report, modules={path: compared(adapter.only(model, path)) for path in paths})
 
 

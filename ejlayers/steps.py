@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import Any
 
 import jax
+
+from .frameworks import adapters
 
 
 def unbound(step: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
@@ -39,11 +42,18 @@ def jitted(step: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def lower(step: Any, args: tuple, kwargs: dict) -> Any:
-    """The lowered program of a step. Arguments may be abstract."""
+    """The lowered program of a step. Arguments may be abstract.
+
+    Raises:
+        ConfigError: a rule of a Linen model that is called matches none of its layers.
+    """
     step, eqx = jitted(step, args, kwargs), sys.modules.get("equinox")
-    if eqx is not None and isinstance(step, eqx.Module) and is_abstract((args, kwargs)):
-        return _lower_filtered(eqx, step, args, kwargs)
-    return step.lower(*args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        for adapter in adapters():
+            stack.enter_context(adapter.meeting_all())
+        if eqx is not None and isinstance(step, eqx.Module) and is_abstract((args, kwargs)):
+            return _lower_filtered(eqx, step, args, kwargs)
+        return step.lower(*args, **kwargs)
 
 
 def _lower_filtered(eqx: Any, step: Any, args: tuple, kwargs: dict) -> Any:

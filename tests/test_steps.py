@@ -46,8 +46,9 @@ class Trainer(nnx.Module):
         return nnx_step(self.model, x)
 
 
-NNX_JIT, JAX_JIT = (jit(f, static_argnames="mode") for jit, f in ((nnx.jit, nnx_step), (jax.jit, jax_step)))
+NNX_JIT = nnx.jit(nnx_step, static_argnames="mode")
 EQX_JIT = eqx.filter_jit(eqx_step)
+JAX_JIT = jax.jit(jax_step, static_argnames="mode")
 NESTED = jax.tree_util.Partial  # which stays a partial of its own inside of another one
 STEPS = {
     "nnx, keyword": lambda: (functools.partial(NNX_JIT, mode="mean"), nnx_model(), X),
