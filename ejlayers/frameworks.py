@@ -39,7 +39,7 @@ class Adapter(Protocol):
         ...
 
     def swapped(self, model: Any, plan: Plan) -> Any:
-        """A model, or a pytree with some, with ours for the stock layers that a plan takes; in place where it can be."""
+        """A model, or a pytree with some, with ours for stock layers as a plan says; in place where that works."""
         ...
 
     def rows(self, model: Any, inputs: tuple, kwargs: dict) -> list[Row]:
@@ -70,7 +70,7 @@ class Adapter(Protocol):
         """Context in which a model that runs refuses rules that match none of its layers."""
         ...
 
-    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict) -> tuple[Any, Any]:
+    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict, where: Any) -> tuple[Any, Any]:
         """Outputs of a model, and gradients of a combination of them with respect to parameters and float inputs."""
         ...
 

@@ -31,13 +31,16 @@ class RuleBook:
     def __init__(self, rules: Rules | None, *, pins: bool = False):
         if rules is not None and not isinstance(rules, Mapping):
             raise ConfigError(f"rules is a {type(rules).__name__}; expected a mapping of path patterns or types")
-        self.rules, self.pins = dict(rules or {}), pins
+        self.pins = pins
+        self.rules: dict[Any, Any] = dict(rules or {})
         self.paths: list[str] = []  # of the layers that were asked for
         self.used: set[str | type] = set()
         self.taken: dict[str | type, str | type] = {}  # rule -> one before it that takes its layers
         for pattern, value in self.rules.items():
             if not isinstance(pattern, (str, type)):
-                raise ConfigError(f"rules has the key {pattern!r}; expected a dotted path pattern or a type")
+                raise ConfigError(
+                    f"rules has the key {pattern!r}; expected a path pattern, such as 'layers.3', or a type"
+                )
             if not isinstance(value, (bool, *CONFIGS)):
                 expected = ", ".join(c.__name__ for c in CONFIGS)
                 raise ConfigError(f"rule {pattern!r} is {value!r}; expected True, False or one of {expected}")
@@ -63,7 +66,8 @@ class RuleBook:
                 "ejlayers.swap(model) returned, or a TrainState whose apply_fn is its apply"
             )
         near = difflib.get_close_matches(str(unused[0]), self.paths, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"paths: {', '.join(self.paths[:20]) or 'none'}"
+        paths = ", ".join(path or "'' (the model)" for path in self.paths[:20])
+        hint = f"did you mean {near[0]!r}?" if near else f"paths: {paths or 'none'}"
         which = "of ours" if self.pins else "that can be replaced"
         raise ConfigError(f"rule {unused[0]!r} matches no layer {which}; {hint}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ejkernel_ops import ConfigError
+
 from .frameworks import adapters
 from .plan import RuleBook, Rules
 
@@ -35,6 +37,8 @@ def set_config(tree: Any, rules: Rules) -> Any:
         >>> model.config.fwd.blocksize_m
         64
     """
+    if rules is None:
+        raise ConfigError("rules is None; expected a mapping; to pin nothing anywhere pass {'**': None}")
     if isinstance(rules, Mapping):
         rules = {pattern: False if value is None else value for pattern, value in rules.items()}
     book = RuleBook(rules, pins=True)

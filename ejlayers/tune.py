@@ -104,7 +104,7 @@ class _WholeStep:
         for key, cfg in best.as_overlay().items():
             if tuned[key] != cfg:
                 self.selector.forget(key)  # so that no later trace finds what was dropped
-        times = statistics.median(base), statistics.median(final)
+        times = statistics.median(base), _relative(final, base)
         return dataclasses.replace(best, step_ms=times, notes=(*best.notes, *notes))
 
     def samples(self, results: Sequence[AutotuningResult | None]) -> list[list[float]]:
@@ -156,13 +156,18 @@ def _switched(result: AutotuningResult) -> dict[str, str]:
 def _note(op: str, switch: str | None, full: Sequence[float], other: Sequence[float], is_slower: bool) -> str:
     """What a step takes with and without the configs of an op."""
     what = f"{op} on {switch}" if switch else f"the configs of {op}"
-    times = f"the step takes {statistics.median(full):.1f} ms with it and {statistics.median(other):.1f} ms without"
+    times = f"the step takes {_relative(full, other):.1f} ms with it and {statistics.median(other):.1f} ms without"
     return f"{'dropped' if is_slower else 'kept'}: {what}: {times}"
 
 
 def _ratio(times: Sequence[float], base: Sequence[float]) -> float:
     """Time relative to another one, round by round."""
     return statistics.median(a / b for a, b in zip(times, base))
+
+
+def _relative(times: Sequence[float], base: Sequence[float]) -> float:
+    """Milliseconds that stand to the median of `base` as what decided says."""
+    return statistics.median(base) * _ratio(times, base)
 
 
 def _without(result: AutotuningResult, ops: Sequence[str]) -> AutotuningResult:

@@ -93,7 +93,7 @@ class LinenAdapter:
         """Context in which a model that runs refuses rules that match none of its layers."""
         return meeting_all()
 
-    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict) -> tuple[Any, Any]:
+    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict, where: Any) -> tuple[Any, Any]:
         """Outputs of a model, and gradients of a combination of them with respect to parameters and float inputs."""
         variables = dict(_variables(inputs))
         params = variables.pop("params", {})
@@ -101,7 +101,7 @@ class LinenAdapter:
         def call(params, args, kwargs):
             return model.apply({"params": params, **variables}, *args, **kwargs)
 
-        return value_and_grads(call, params, inputs[1:], kwargs)
+        return value_and_grads(call, params, inputs[1:], kwargs, where)
 
 
 def _variables(inputs: tuple) -> Mapping:
