@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import csv
 import dataclasses
 import datetime
 import fnmatch
@@ -37,7 +36,7 @@ import jax
 import numpy as np
 from attention_contenders import BACKWARD, FORWARD, Contender, cudnn, eligible, peers, tokamax_module, tuned
 from attention_points import DIRECTIONS, TUNED, Arrays, Point, arrays_of, points, reference, smoke_points
-from rows import write_rows
+from rows import read_rows, write_rows
 
 from ejkernel_ops.errors import DeviceLostError, EjkernelError
 from ejkernel_ops.execution.failures import first_line, lost_device
@@ -327,7 +326,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit("no GPU here; --smoke tries the script on a CPU")
     folder = Path(tempfile.gettempdir() if options.smoke else "docs/benchmarks")
     out = options.out or folder / f"attention_{'smoke' if options.smoke else card()}.csv"
-    rows = _rows(out) if (options.merge or options.missing) and out.exists() else []
+    rows = read_rows(out) if (options.merge or options.missing) and out.exists() else []
     if rows and "point" not in rows[0]:
         raise SystemExit(f"{out} is another table; move it away")
     if options.missing:
@@ -358,11 +357,6 @@ def main(arguments: list[str] | None = None) -> None:
                 f"{row['backward_config']}  {row['note']}",
                 flush=True,
             )
-
-
-def _rows(path: Path) -> list[dict]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def _leave_out_tokamax(options: argparse.Namespace) -> None:

@@ -13,3 +13,11 @@ def write_rows(path: Path, rows: list[dict]) -> None:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a table; of one that is not there, none."""
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))

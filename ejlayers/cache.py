@@ -20,7 +20,7 @@ def attend_cached(
     value: Float[Array, "*batch q_len num_kv_heads v_dim"],
     cached_key: Float[Array, "*batch size num_kv_heads head_dim"],
     cached_value: Float[Array, "*batch size num_kv_heads v_dim"],
-    index: Int[Array, ""],
+    index: Int[Array, "..."],
     *,
     dtype: Any = None,
     **options: Any,
@@ -33,7 +33,7 @@ def attend_cached(
         value: of the same tokens.
         cached_key: the cache, of tokens `[0, index)` so far.
         cached_value: the cache of values.
-        index: how many tokens the cache holds.
+        index: how many tokens the cache holds, a number or one for each example, `(...)`.
         dtype: type to compute in; default the common one of queries and cache.
         **options: those of `flash_attention`, without `causal` and `q_offset`; a mask is for all keys of the cache.
 
@@ -57,8 +57,9 @@ def attend_cached(
     cached_key, cached_value, after, fits = extended(key, value, cached_key, cached_value, index)
     dtype = dtype or jnp.result_type(query, cached_key, cached_value)
     operands = (x.astype(dtype) for x in (query, cached_key, cached_value))
-    out = attend(*operands, causal=True, q_offset=index.astype(jnp.int32), **options)
-    return jnp.where(fits, out, jnp.nan), cached_key, cached_value, after
+    first = index.astype(jnp.int32).reshape((-1,) * min(index.ndim, 1))
+    out = attend(*operands, causal=True, q_offset=first, **options)
+    return _or_nan(fits, out), cached_key, cached_value, after
 
 
 def attend_cached_by(
@@ -92,7 +93,7 @@ def attend_cached_by(
     keys, values, after, fits = extended(key, value, *cache)
     seen = seen_of_cache(cache[2], query.shape[-3], keys.shape[-3], mask)
     out = plain(query, keys.astype(query.dtype), values.astype(query.dtype), mask=seen, **options)
-    return jnp.where(fits, out, jnp.nan), keys, values, after
+    return _or_nan(fits, out), keys, values, after
 
 
 def extended(
@@ -100,7 +101,7 @@ def extended(
     value: Float[Array, "*batch q_len num_kv_heads v_dim"],
     cached_key: Float[Array, "*batch size num_kv_heads head_dim"],
     cached_value: Float[Array, "*batch size num_kv_heads v_dim"],
-    index: Int[Array, ""],
+    index: Int[Array, "..."],
 ) -> tuple[Any, Any, Any, Any]:
     """A cache with the next tokens in it.
 
@@ -109,7 +110,7 @@ def extended(
         value: of the same tokens.
         cached_key: the cache, of tokens `[0, index)` so far.
         cached_value: the cache of values.
-        index: how many tokens the cache holds.
+        index: how many tokens the cache holds, a number or one for each example, `(...)`.
 
     Returns:
         Keys, values, how many tokens they hold now, and whether they fit.
@@ -123,6 +124,8 @@ def extended(
         8
     """
     count, size = key.shape[-3], cached_key.shape[-3]
+    if index.shape not in ((), key.shape[:-3]):
+        raise ValueError(f"the cache's index has shape {index.shape}; expected () or the batch axes, {key.shape[:-3]}")
     for name, new, cached in (("key", key, cached_key), ("value", value, cached_value)):
         if new.shape[:-3] + new.shape[-2:] != cached.shape[:-3] + cached.shape[-2:]:
             raise ValueError(
@@ -136,19 +139,20 @@ def seen_of_cache(index: jax.Array, count: int, size: int, mask: Any = None) -> 
     """Which keys of a cache the next tokens see: those up to themselves, and of these what a mask lets through.
 
     Args:
-        index: how many tokens the cache held before.
+        index: how many tokens the cache held before, a number or `(...)`.
         count: of the next tokens.
         size: of the cache.
         mask: broadcastable to `(..., num_heads, count, size)`, or `None`.
 
     Returns:
-        `(count, size)`, or of the mask's axes.
+        `(count, size)`, `(..., 1, count, size)`, or of the mask's axes.
 
     Example:
         >>> seen_of_cache(jnp.array(1), 1, 3)
         Array([[ True,  True, False]], dtype=bool)
     """
-    seen = jnp.arange(size) <= index + jnp.arange(count)[:, None]
+    first = index[..., None, None, None] if index.ndim else index
+    seen = jnp.arange(size) <= first + jnp.arange(count)[:, None]
     return seen if mask is None else seen & jnp.asarray(mask, bool)
 
 
@@ -156,12 +160,20 @@ def _fits(index: jax.Array, count: int, size: int) -> Any:
     """Whether so many tokens more fit into a cache; an error where it is known that they do not."""
     fits = index + count <= size
     full = f"the cache has room for {size} tokens: make it longer, or start anew; {count} more do not fit"
-    if count > size or not (isinstance(fits, Tracer) or fits):
-        raise ValueError(full if isinstance(index, Tracer) else f"{full} after {int(index)}")
-    checkify.debug_check(fits, full + " after {index}", index=index)
+    if count > size or not (isinstance(fits, Tracer) or fits.all()):
+        raise ValueError(full if isinstance(index, Tracer) else f"{full} after {int(index.max())}")
+    checkify.debug_check(jnp.all(fits), full + " after {index}", index=index)
     return fits
 
 
 def _written(cached: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
     """A cache with new entries from `index` on, in the type of the cache."""
+    if index.ndim:
+        return jax.vmap(_written)(cached, new, index)
     return lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), index, cached.ndim - 3)
+
+
+def _or_nan(fits: Any, out: jax.Array) -> jax.Array:
+    """Outputs, with NaN for the examples whose tokens did not fit."""
+    fits = jnp.asarray(fits)
+    return jnp.where(fits.reshape(fits.shape + (1,) * (out.ndim - fits.ndim)), out, jnp.nan)

@@ -56,24 +56,29 @@ class CheckReport:
         return f"{text}\n{text_table(columns, rows, right=columns[1:])}"
 
 
-def check(model: Any, *inputs: Any, per_module: bool = False, **kwargs: Any) -> CheckReport:
+def check(model: Any, *inputs: Any, per_module: bool = False, where: Any = None, **kwargs: Any) -> CheckReport:
     """Compares outputs and gradients of a swapped model with those of its stock layers.
 
     The gradients are those of a fixed random combination of the outputs. Turn dropout off first: the layers draw
-    other bits than the stock ones.
+    other bits than the stock ones. A query that may see no key, such as one of padding, gives 0 in our attention and
+    the mean of all values in the stock one: pass `where` to leave such outputs out.
 
     Args:
         model: a swapped model; or the original, and the swapped one as the first of `inputs`.
         *inputs: what the model is called with; for Linen the variables come first.
         per_module: also compare for each layer a model in which it alone is one of ours; each is compiled.
+        where: bool, with the first axes of the outputs, such as `(batch, length)`: those that count, in the gradients
+            too. Outputs with other axes count whole. Default all.
         **kwargs: keyword arguments of the call.
 
     Returns:
         Largest differences.
 
     Raises:
-        ConfigError: a model of no known framework, or one that was not swapped.
-        ValueError: models whose outputs or parameters have different structures or shapes.
+        ConfigError: a model of no known framework, or one that was not swapped; of Linen, a rule that matches nothing.
+        ValueError: models whose outputs or parameters have different structures or shapes, or a `where` that fits none
+            of the outputs.
+        TypeError: a `where` that is not bool.
 
     Example:
         >>> from flax import nnx
@@ -85,20 +90,22 @@ def check(model: Any, *inputs: Any, per_module: bool = False, **kwargs: Any) -> 
     adapter = adapter_of(model)
     if inputs and adapter.is_model(inputs[0]):
         original, model, inputs = model, inputs[0], inputs[1:]
+        rows = adapter.rows(model, inputs, kwargs)
     else:
-        if not any(row.replaced for row in adapter.rows(model, inputs, kwargs)):
+        rows = adapter.rows(model, inputs, kwargs)
+        if not any(row.replaced for row in rows):
             raise ConfigError("no layer of model is one of ours; pass what ejlayers.swap(model) returned")
         original = adapter.original(model)
-    want = adapter.value_and_grads(original, inputs, kwargs)
+    want = adapter.value_and_grads(original, inputs, kwargs, where)
 
     def compared(model: Any) -> CheckReport:
-        got = adapter.value_and_grads(model, inputs, kwargs)
+        got = adapter.value_and_grads(model, inputs, kwargs, where)
         return CheckReport(*_difference(want[0], got[0]), *_difference(want[1], got[1]))
 
     report = compared(model)
     if not per_module:
         return report
-    paths = [row.path for row in adapter.rows(model, inputs, kwargs) if row.replaced]
+    paths = [row.path for row in rows if row.replaced]
     return dataclasses.replace(report, modules={path: compared(adapter.only(model, path)) for path in paths})
 
 
@@ -111,7 +118,25 @@ def _combination(out: Any) -> Any:
     return sum(parts, jnp.zeros(()))
 
 
-def value_and_grads(call: Any, params: Any, inputs: tuple, kwargs: dict) -> tuple[Any, Any]:
+def _counted(out: Any, where: Any) -> Any:
+    """Outputs with 0 where they do not count."""
+    if where is None:
+        return out
+    where = jnp.asarray(where)
+    if where.dtype != jnp.bool_:
+        raise TypeError(f"where is {where.dtype}; expected bool, true for the outputs that count")
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(out)]
+    if where.shape not in [shape[: where.ndim] for shape in shapes]:
+        raise ValueError(f"where has shape {where.shape}; expected the first axes of an output, of shapes {shapes}")
+
+    def counted(x):
+        fits = jnp.shape(x)[: where.ndim] == where.shape
+        return jnp.where(where.reshape(where.shape + (1,) * (jnp.ndim(x) - where.ndim)), x, 0) if fits else x
+
+    return jax.tree.map(counted, out)
+
+
+def value_and_grads(call: Any, params: Any, inputs: tuple, kwargs: dict, where: Any = None) -> tuple[Any, Any]:
     """Outputs of `call(params, inputs, kwargs)`, and gradients of a combination of them by parameters and inputs."""
     leaves, treedef = jax.tree.flatten((inputs, kwargs))
     arrays = (jax.Array, np.ndarray)
@@ -121,7 +146,7 @@ def value_and_grads(call: Any, params: Any, inputs: tuple, kwargs: dict) -> tupl
     def run(params, given):
         def loss(params, given):
             filled = [given[floats.index(i)] if i in floats else x for i, x in enumerate(leaves)]
-            out = call(params, *jax.tree.unflatten(treedef, filled))
+            out = _counted(call(params, *jax.tree.unflatten(treedef, filled)), where)
             return _combination(out), out
 
         (_, out), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, given)

@@ -15,7 +15,7 @@ from ejkernel_ops.utils.meta import call_sites, split_label
 
 from .frameworks import adapters
 from .functional import at_path
-from .steps import lower
+from .steps import lower, unbound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def explain(step: Any, *args: Any, **kwargs: Any) -> ExplainReport:
     those of the step itself.
 
     Args:
-        step: a function, or what `jax.jit`, `nnx.jit` or `eqx.filter_jit` returns.
+        step: a function, or what `jax.jit`, `nnx.jit` or `eqx.filter_jit` returns, or a `functools.partial` of either.
         *args: its arguments; `ShapeDtypeStruct`s will do.
         **kwargs: its keyword arguments.
 
@@ -104,6 +104,7 @@ def explain(step: Any, *args: Any, **kwargs: Any) -> ExplainReport:
         >>> [row.op for row in explain(nnx.jit(lambda model, x: model(x)), model, nnx.Rngs(0).normal((2, 3))).rows]
         ['linear@v1']
     """
+    step, args, kwargs = unbound(step, args, kwargs)
     for adapter in adapters():
         args, kwargs = adapter.with_paths((args, kwargs))
     rows: dict[tuple, CallRow] = {}

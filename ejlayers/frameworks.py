@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable
@@ -33,8 +34,12 @@ class Adapter(Protocol):
         """Whether an object is a module of the framework."""
         ...
 
+    def holds_model(self, tree: Any) -> bool:
+        """Whether a pytree has a module of the framework in it."""
+        ...
+
     def swapped(self, model: Any, plan: Plan) -> Any:
-        """The model with ours for the stock layers that a plan takes; in place where the framework works so."""
+        """A model, or a pytree with some, with ours for stock layers as a plan says; in place where that works."""
         ...
 
     def rows(self, model: Any, inputs: tuple, kwargs: dict) -> list[Row]:
@@ -61,7 +66,11 @@ class Adapter(Protocol):
         """A copy of a pytree in which each of our modules knows its path; the copy shares all arrays."""
         ...
 
-    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict) -> tuple[Any, Any]:
+    def meeting_all(self) -> contextlib.AbstractContextManager:
+        """Context in which a model that runs refuses rules that match none of its layers."""
+        ...
+
+    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict, where: Any) -> tuple[Any, Any]:
         """Outputs of a model, and gradients of a combination of them with respect to parameters and float inputs."""
         ...
 
@@ -71,14 +80,14 @@ def adapters() -> list[Adapter]:
     return [importlib.import_module(ours).ADAPTER for theirs, ours in _OURS.items() if theirs in sys.modules]
 
 
-def adapter_of(model: Any) -> Adapter:
-    """The adapter of a model's framework.
+def adapter_of(model: Any, *, or_tree: bool = False) -> Adapter:
+    """The adapter of a model's framework; if asked for, that of a model in a pytree.
 
     Raises:
         ConfigError: the model is of no framework that is known.
     """
     for adapter in adapters():
-        if adapter.is_model(model):
+        if adapter.is_model(model) or (or_tree and adapter.holds_model(model)):
             return adapter
     raise ConfigError(
         f"model is a {type(model).__module__}.{type(model).__qualname__}; expected a {' or '.join(_MODULES)}"

@@ -26,15 +26,17 @@ def from_huggingface(
     Args:
         model: a Flax NNX or Equinox module, abstract or not, or the parameters of a Linen model.
         tensors: by name, as `safetensors.numpy.load_file` returns them; linear weights are `(out, in)`.
-        names: dotted path of a module here -> name of the module there; a `*` is one name or more, the same on both
-            sides. Heads of attention may be an axis of their own here.
+        names: dotted path of a module here -> name of the module there, with the same wildcards on both sides: `*` is
+            one name or a part of one, `**` any number of names. Heads of attention may be an axis of their own here.
         ignore: patterns of tensors that the model has no place for (`*` is one name, `**` any number).
 
     Returns:
         The model: of Flax NNX the same object, of the others a new pytree. Types, and shardings, are those it had.
 
     Raises:
-        ValueError: a parameter that no tensor fills, a tensor without a place, or of another size; nothing is changed.
+        TypeError: a Linen module, which has no parameters.
+        ValueError: a parameter that no tensor fills, a tensor without a place, or of another size, or other wildcards
+            on the two sides of a name; nothing is changed.
 
     Example:
         >>> from flax import nnx
@@ -43,6 +45,8 @@ def from_huggingface(
         >>> from_huggingface(model, tensors, {"layers.*": "h.*.dense"}).layers[0].bias[...]
         Array([0., 1., 2.], dtype=float32)
     """
+    _refuse_description(model)
+    _check_wildcards(names)
     nnx: Any = sys.modules.get("flax.nnx")
     is_nnx: bool = isinstance(model, getattr(nnx, "Module", ()))
     leaves, treedef = jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param) if is_nnx else model)
@@ -80,16 +84,53 @@ def _source(parameter: str, names: Mapping[str, str], tensors: Mapping[str, Any]
     """The tensor that fills a parameter."""
     module, _, last = parameter.rpartition(".")
     for here, there in names.items():
-        found = re.fullmatch(re.escape(here).replace(r"\*", "(.+)"), module)
-        if found is None:
+        there = _translated(module, here, there)
+        if there is None:
             continue
-        stars = iter(found.groups())
-        there = re.sub(r"\*", lambda _, stars=stars: next(stars), there)
         name = f"{there}.{'weight' if last in _WEIGHTS else last}"
         if name in tensors:
             return name
         raise ValueError(f"parameter {parameter} should be tensor {name!r} as names has it, which is not there")
     raise ValueError(f"parameter {parameter} has no entry in names; add one for {module!r}")
+
+
+# `**` with the dot that goes with it, which is not there where it is no name at all.
+_WILDCARDS = {"**.": r"((?:[^.]+\.)*)", ".**": r"((?:\.[^.]+)*)", "**": "(.*)", "*": "([^.]*)"}
+_WILDCARD = re.compile(r"(\*\*\.|\.\*\*$|\*\*|\*)")
+
+
+def _translated(module: str, here: str, there: str) -> str | None:
+    """The name there of a module here; `None` where the pattern is another's.
+
+    Example:
+        >>> _translated("blocks.3.mlp.up", "blocks.*.**", "h.*.**"), _translated("a.b.c", "a.*", "*")
+        ('h.3.mlp.up', None)
+    """
+    pattern = "".join(_WILDCARDS.get(part, re.escape(part)) for part in _WILDCARD.split(here))
+    if (found := re.fullmatch(pattern, module)) is None:
+        return None
+    values = iter(found.groups())
+
+    def filled(wildcard: re.Match) -> str:
+        value = next(values).strip(".")
+        return wildcard[0].replace("**", "*").replace("*", value) if value else ""
+
+    return _WILDCARD.sub(filled, there)
+
+
+def _refuse_description(model: Any) -> None:
+    """Refuses a Linen module."""
+    linen = sys.modules.get("flax.linen")
+    if linen is not None and isinstance(model, linen.Module):
+        name = type(model).__name__
+        raise TypeError(f"model is the Linen module {name}, which holds no parameters; pass model.init(...)['params']")
+
+
+def _check_wildcards(names: Mapping[str, str]) -> None:
+    """Refuses names whose two sides have other wildcards."""
+    for here, there in names.items():
+        if re.findall(r"\*+", here) != re.findall(r"\*+", there):
+            raise ValueError(f"names has {here!r}: {there!r}; expected the same wildcards, * and **, on both sides")
 
 
 def _fitted(name: str, tensor: Any, parameter: str, leaf: Any) -> Any:

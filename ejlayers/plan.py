@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from ejkernel_ops import ConfigError
 
 from .functional import CONFIGS
 
-Rules = Mapping[str | type, Any]
+Rules = Mapping[str, Any] | Mapping[type, Any] | Mapping[str | type, Any]
 
 
 class RuleBook:
@@ -21,21 +22,25 @@ class RuleBook:
     Args:
         rules: dotted path pattern (`layers.0.attn`; `*` is a name or part of one, `**` any number of names) or type ->
             a config, `True` or `False`.
+        pins: whether they are about what layers of ours pin, not about which layers are replaced.
 
     Raises:
         ConfigError: a value of another kind.
     """
 
-    def __init__(self, rules: Rules | None):
+    def __init__(self, rules: Rules | None, *, pins: bool = False):
         if rules is not None and not isinstance(rules, Mapping):
             raise ConfigError(f"rules is a {type(rules).__name__}; expected a mapping of path patterns or types")
-        self.rules = dict(rules or {})
+        self.pins = pins
+        self.rules: dict[Any, Any] = dict(rules or {})
         self.paths: list[str] = []  # of the layers that were asked for
         self.used: set[str | type] = set()
         self.taken: dict[str | type, str | type] = {}  # rule -> one before it that takes its layers
         for pattern, value in self.rules.items():
             if not isinstance(pattern, (str, type)):
-                raise ConfigError(f"rules has the key {pattern!r}; expected a dotted path pattern or a type")
+                raise ConfigError(
+                    f"rules has the key {pattern!r}; expected a path pattern, such as 'layers.3', or a type"
+                )
             if not isinstance(value, (bool, *CONFIGS)):
                 expected = ", ".join(c.__name__ for c in CONFIGS)
                 raise ConfigError(f"rule {pattern!r} is {value!r}; expected True, False or one of {expected}")
@@ -55,9 +60,16 @@ class RuleBook:
             return
         if (first := self.taken.get(unused[0])) is not None:
             raise ConfigError(f"rule {unused[0]!r} has no effect: rule {first!r} before it takes all of its layers")
+        if self.pins and not self.paths:
+            raise ConfigError(
+                f"rule {unused[0]!r} finds no layer of ours, which alone can pin a config; pass what "
+                "ejlayers.swap(model) returned, or a TrainState whose apply_fn is its apply"
+            )
         near = difflib.get_close_matches(str(unused[0]), self.paths, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"paths: {', '.join(self.paths[:20]) or 'none'}"
-        raise ConfigError(f"rule {unused[0]!r} matches no layer that can be replaced; {hint}")
+        paths = ", ".join(path or "'' (the model)" for path in self.paths[:20])
+        hint = f"did you mean {near[0]!r}?" if near else f"paths: {paths or 'none'}"
+        which = "of ours" if self.pins else "that can be replaced"
+        raise ConfigError(f"rule {unused[0]!r} matches no layer {which}; {hint}")
 
 
 def _is_any(kinds: tuple[type, ...], wanted: type) -> bool:
@@ -75,6 +87,21 @@ def matches(pattern: str, path: str) -> bool:
         True
     """
     return _match(pattern.split("."), path.split("."))
+
+
+def reaches(pattern: str, path: str) -> bool:
+    """Whether a dotted pattern can match a dotted path or something below it.
+
+    Example:
+        >>> reaches("gen.*.attn", "gen"), reaches("**.attn", "gen"), reaches("critic.attn", "gen")
+        (True, True, False)
+    """
+    for part, name in itertools.zip_longest(pattern.split("."), path.split(".") if path else []):
+        if part == "**" or name is None:
+            return True
+        if part is None or not fnmatch.fnmatchcase(name, part):
+            return False
+    return True
 
 
 def _match(pattern: list[str], path: list[str]) -> bool:
@@ -117,13 +144,14 @@ class Plan:
     Args:
         rules: as of `swap`.
         config: as of `swap`.
+        swaps: whether layers are replaced, or only what they pin.
 
     Raises:
         ConfigError: a value of another kind.
     """
 
-    def __init__(self, rules: Rules | None, config: Any):
-        self.book, self.defaults = RuleBook(rules), _defaults(config)
+    def __init__(self, rules: Rules | None, config: Any, *, swaps: bool = True):
+        self.book, self.defaults = RuleBook(rules, pins=not swaps), _defaults(config)
         self.taken: set[type] = set()  # types of config that some layer takes
 
     def decide(self, path: str, module: Any, ours: type) -> Decision:

@@ -88,7 +88,7 @@ def attend_heads(
         raise ValueError("positions are given, but the layer has no rotary embedding to use them; leave them out")
     if layer.rotary is not None:
         if positions is None:
-            positions = (0 if cache is None else cache[2]) + jnp.arange(query.shape[-3])
+            positions = (0 if cache is None else cache[2][..., None]) + jnp.arange(query.shape[-3])
         with at_path(path):
             query, key = (layer.rotary(x, jnp.asarray(positions)) for x in (query, key))
     options |= {

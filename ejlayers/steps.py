@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from typing import Any
 
 import jax
+
+from .frameworks import adapters
+
+
+def unbound(step: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
+    """A jitted step and all of its arguments, of a `functools.partial` of it too, nested or not.
+
+    What is bound to a plain function stays so: it need be nothing that `jit` takes.
+    """
+    inner, bound, named = step, args, kwargs
+    while isinstance(inner, _partials()):
+        inner, bound, named = inner.func, (*inner.args, *bound), {**inner.keywords, **named}
+    return (inner, bound, named) if hasattr(inner, "lower") else (step, args, kwargs)
+
+
+def _partials() -> tuple[type, ...]:
+    eqx = sys.modules.get("equinox")
+    return (functools.partial,) if eqx is None else (functools.partial, eqx.Partial)
 
 
 def jitted(step: Any, args: tuple, kwargs: dict) -> Any:
     """A step that can be lowered: itself if it is jitted, else under the `jit` of its arguments' framework."""
     if hasattr(step, "lower"):
         return step
-    if _has_nnx((args, kwargs)):
+    given = (args, kwargs, (step.args, step.keywords) if isinstance(step, _partials()) else ())
+    if _has_nnx(given):
         return sys.modules["flax.nnx"].jit(step)
     eqx = sys.modules.get("equinox")
-    if eqx is not None and _has((args, kwargs), (eqx.Module,)):
+    if eqx is not None and _has(given, (eqx.Module,)):
         return eqx.filter_jit(step)
     return jax.jit(step)
 
 
 def lower(step: Any, args: tuple, kwargs: dict) -> Any:
-    """The lowered program of a step. Arguments may be abstract."""
+    """The lowered program of a step. Arguments may be abstract.
+
+    Raises:
+        ConfigError: a rule of a Linen model that is called matches none of its layers.
+    """
     step, eqx = jitted(step, args, kwargs), sys.modules.get("equinox")
-    if eqx is not None and isinstance(step, eqx.Module) and is_abstract((args, kwargs)):
-        return _lower_filtered(eqx, step, args, kwargs)
-    return step.lower(*args, **kwargs)
+    with contextlib.ExitStack() as stack:
+        for adapter in adapters():
+            stack.enter_context(adapter.meeting_all())
+        if eqx is not None and isinstance(step, eqx.Module) and is_abstract((args, kwargs)):
+            return _lower_filtered(eqx, step, args, kwargs)
+        return step.lower(*args, **kwargs)
 
 
 def _lower_filtered(eqx: Any, step: Any, args: tuple, kwargs: dict) -> Any:

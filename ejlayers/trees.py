@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ejkernel_ops.config.schema import leaf_fields
 
 from .plan import Decision, Plan, Row, RuleBook, check_type
-
-_reasons: dict[int, dict[str, str]] = {}  # id of a model -> path -> why not
 
 
 class TreeAdapter:
@@ -27,6 +25,10 @@ class TreeAdapter:
     def is_model(self, tree: Any) -> bool:
         """Whether an object is a module of the framework."""
         raise NotImplementedError
+
+    def holds_model(self, tree: Any) -> bool:
+        """Whether a pytree has a module of the framework in it."""
+        return next(self.modules(tree), None) is not None
 
     def modules(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """Each module of a pytree once, with its dotted path, outermost first and children in order."""
@@ -53,15 +55,24 @@ class TreeAdapter:
         return path
 
     def swapped(self, model: Any, plan: Plan) -> Any:
-        """The model with ours for the stock layers that a plan takes."""
-        decisions = {}
-        for path, module in list(self.modules(model)):
+        """A model, or a pytree with some, with ours for the stock layers that a plan takes.
+
+        A layer in an optimizer's state becomes what that of the model does: its arrays are others, or not there.
+        """
+        decisions, first = {}, {}
+        modules = list(self.modules(model))
+        for path, module, place in self._placed(modules):
             if (ours := self._ours(module)) is not None:
-                decisions[path] = plan.decide(path, module, ours)
+                decisions[path] = plan.decide(path, first.setdefault(place, module), ours)
         plan.refuse_unused()
-        model = self.changed(model, {path: self._change(decision) for path, decision in decisions.items()})
-        _remember(model, {path: decision.reason for path, decision in decisions.items() if not decision.ours})
-        return model
+        return self.changed(model, {path: self._change(decision) for path, decision in decisions.items()})
+
+    def _placed(self, modules: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+        """Each module with its path, and its place in the outermost one: the same in all of these that are alike."""
+        roots, root = _outermost(modules), ""
+        for path, module in modules:
+            root = path if path in roots else root
+            yield path, module, (self.alike(root, roots[root]), path.removeprefix(root))
 
     def _ours(self, module: Any) -> type | None:
         """The class of ours that a module has, or can have."""
@@ -79,9 +90,7 @@ class TreeAdapter:
 
     def reverted(self, model: Any) -> Any:
         """The model with its stock layers back."""
-        stock = self._with_stock(model, except_path=None)
-        _reasons.pop(id(stock), None)  # a model that was not changed in place keeps its own
-        return stock
+        return self._with_stock(model, except_path=None)
 
     def original(self, model: Any) -> Any:
         """A stock model over the same parameters."""
@@ -97,16 +106,19 @@ class TreeAdapter:
 
     def rows(self, model: Any, inputs: tuple, kwargs: dict) -> list[Row]:
         """What its layers are."""
-        return [row for path, module in self.modules(model) if (row := self._row(model, path, module)) is not None]
+        modules = list(self.modules(model))
+        is_swapped = any(type(module) in self.replacements.values() for _, module in modules)
+        rest = "a rule says so, or it came after the swap" if is_swapped else "not swapped"
+        return [row for path, module in modules if (row := self._row(path, module, rest)) is not None]
 
-    def _row(self, model: Any, path: str, module: Any) -> Row | None:
+    def _row(self, path: str, module: Any, rest: str) -> Row | None:
+        """What a layer is; `rest` is why it is a stock one where nothing about it says so."""
         kind = type(module)
         if kind in self.replacements.values():
             pins = pinned_fields(module)
             return Row(path, kind.__name__, True, "pinned: " + ", ".join(pins) if pins else "")
         if kind in self.replacements:
-            why = _reasons.get(id(model), {}).get(path) or self.replacements[kind].why_not(module) or "not swapped"
-            return Row(path, kind.__name__, False, why)
+            return Row(path, kind.__name__, False, self.replacements[kind].why_not(module) or rest)
         if isinstance(module, tuple(self.replacements)):
             return Row(path, kind.__name__, False, "a subclass: swap its parent by hand if they compute the same")
         return None
@@ -124,6 +136,10 @@ class TreeAdapter:
             changes[path] = lambda module, config=config: module.pin(config=config)
         return lambda tree: self.changed(tree, changes) if changes else tree
 
+    def meeting_all(self) -> contextlib.AbstractContextManager:
+        """Nothing: all layers are met, and all rules tried, where they are given."""
+        return contextlib.nullcontext()
+
     def with_paths(self, tree: Any) -> Any:
         """A copy of a pytree in which each of our modules knows its path; the copy shares all arrays."""
         tree, changes, names = self.twin(tree), {}, {}
@@ -131,12 +147,9 @@ class TreeAdapter:
         roots = _outermost(modules)
         for path in sorted(roots, key=len):
             names.setdefault(self.alike(path, roots[path]), path if names else "")  # the first one needs no name
-        root = name = ""
-        for path, module in modules:
-            if path in roots:
-                root, name = path, names[self.alike(path, module)]
+        for path, module, (kind, inside) in self._placed(modules):
             if isinstance(module, self.layers):
-                shown = f"{name}{path.removeprefix(root)}".strip(".") or type(module).__name__
+                shown = f"{names[kind]}{inside}".strip(".") or type(module).__name__
                 changes[path] = lambda module, shown=shown: module.pin(path=shown)
         return self.changed(tree, changes) if changes else tree
 
@@ -149,13 +162,6 @@ def _outermost(modules: list[tuple[str, Any]]) -> dict[str, Any]:
         if last is None or not (last == "" or f"{path}.".startswith(f"{last}.")):
             found[path] = module
     return found
-
-
-def _remember(model: Any, reasons: dict[str, str]) -> None:
-    """Keeps why layers were skipped for as long as the model lives; by identity, for a model need not be hashable."""
-    if id(model) not in _reasons:
-        weakref.finalize(model, _reasons.pop, id(model), None)
-    _reasons[id(model)] = reasons
 
 
 def pinned_fields(module: Any) -> list[str]:

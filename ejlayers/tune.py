@@ -16,7 +16,7 @@ from ejkernel_ops.execution.failures import first_line
 from ejkernel_ops.execution.measure import BUSY, spread
 from ejkernel_ops.execution.progress import Progress
 
-from .steps import copied, is_abstract, jitted, lower
+from .steps import copied, is_abstract, jitted, lower, unbound
 
 _ROUNDS, _BUDGET_S = 9, 20.0
 _MIN_GAIN, _MAX_LOSS = 0.01, 0.005  # of a step's time: below the one its ops are suspects, above the other they go
@@ -37,7 +37,7 @@ def tune(
     fusion. What makes the step slower is dropped, and `result.notes` says what was found.
 
     Args:
-        step: a function, or what `jax.jit`, `nnx.jit` or `eqx.filter_jit` returns.
+        step: a function, or what `jax.jit`, `nnx.jit` or `eqx.filter_jit` returns, or a `functools.partial` of either.
         *args: its arguments; `ShapeDtypeStruct`s will do, then the whole step is not timed.
         selector: whose tuner and caches are used; default the default selector.
         whole_step: time the whole step at the end.
@@ -60,6 +60,7 @@ def tune(
         1
     """
     selector = require_chain(default_selector() if selector is None else selector)
+    step, args, kwargs = unbound(step, args, kwargs)
     step = jitted(step, args, kwargs)
     with Progress(selector, shown=progress):
         result = autotune_lowered(selector, lower(step, args, kwargs), progress=progress)
@@ -103,7 +104,7 @@ class _WholeStep:
         for key, cfg in best.as_overlay().items():
             if tuned[key] != cfg:
                 self.selector.forget(key)  # so that no later trace finds what was dropped
-        times = statistics.median(base), statistics.median(final)
+        times = statistics.median(base), _relative(final, base)
         return dataclasses.replace(best, step_ms=times, notes=(*best.notes, *notes))
 
     def samples(self, results: Sequence[AutotuningResult | None]) -> list[list[float]]:
@@ -155,13 +156,18 @@ def _switched(result: AutotuningResult) -> dict[str, str]:
 def _note(op: str, switch: str | None, full: Sequence[float], other: Sequence[float], is_slower: bool) -> str:
     """What a step takes with and without the configs of an op."""
     what = f"{op} on {switch}" if switch else f"the configs of {op}"
-    times = f"the step takes {statistics.median(full):.1f} ms with it and {statistics.median(other):.1f} ms without"
+    times = f"the step takes {_relative(full, other):.1f} ms with it and {statistics.median(other):.1f} ms without"
     return f"{'dropped' if is_slower else 'kept'}: {what}: {times}"
 
 
 def _ratio(times: Sequence[float], base: Sequence[float]) -> float:
     """Time relative to another one, round by round."""
     return statistics.median(a / b for a, b in zip(times, base))
+
+
+def _relative(times: Sequence[float], base: Sequence[float]) -> float:
+    """Milliseconds that stand to the median of `base` as what decided says."""
+    return statistics.median(base) * _ratio(times, base)
 
 
 def _without(result: AutotuningResult, ops: Sequence[str]) -> AutotuningResult:

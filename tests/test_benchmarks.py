@@ -65,6 +65,18 @@ def test_attention_is_measured_and_drawn(scripts, tmp_path, capsys):
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_losses_of_swapped_layers_are_written_beside_those_of_stock_ones(scripts, tmp_path, capsys):
+    out = tmp_path / "follow_stock.csv"
+    run = ["--framework", "equinox", "--size", "smoke", "--steps", "2", "--out", str(out)]
+    for options in (["--seeds", "2"], [], []):
+        scripts("follow_stock").main([*run, *options])
+    first, second = table(out)  # the same run again replaces its row
+    assert float(first["median_spread_of_seeds"]) > float(first["max_difference"])
+    assert second["median_spread_of_seeds"] == ""
+    assert float(second["max_difference"]) < 1e-5
+    assert "max_difference=" in capsys.readouterr().out
+
+
 def test_points_are_named_once_and_hold_the_work_that_they_say(scripts):
     points = scripts("attention_points")
     found = {point.name: point for point in points.points()}

@@ -480,12 +480,14 @@ def test_subclasses_are_skipped_with_a_reason_and_rules_are_remembered():
 
     m = eqx.tree_at(lambda m: m.head, model(), Special(WIDTH, 8, key=KEY))
     m = ejlayers.swap(m, rules={"blocks.0.up": False})
-    for _ in range(2):
-        found = {row.path: row for row in ejlayers.report(m).rows}
-        assert found["blocks.0.up"].note == "a rule says so"
+    trained, _, _ = step(m, start(m), X)
+    for later in (m, m, trained, eqx.tree_at(lambda m: m.blocks[1].up.weight, m, jnp.ones((32, WIDTH)))):
+        found = {row.path: row for row in ejlayers.report(later).rows}
+        assert found["blocks.0.up"].note == "a rule says so, or it came after the swap"
         assert "a subclass" in found["head"].note
         assert found["blocks.1.attention.query_proj"].replaced
-        ejlayers.report(m).original()  # which forgets nothing about the model
+        ejlayers.report(later).original()  # which forgets nothing about the model
+    assert {row.note for row in ejlayers.report(model()).rows} == {"not swapped"}
 
 
 def test_rules_choose_by_path_and_type_and_the_first_wins():
@@ -494,7 +496,7 @@ def test_rules_choose_by_path_and_type_and_the_first_wins():
     found = {row.path: (row.replaced, row.note) for row in ejlayers.report(m).rows}
     assert found["blocks.0.up"] == (True, "pinned: fwd.blocksize_m=4")
     assert found["blocks.1.up"][0]
-    assert found["blocks.1.attention"] == found["head"] == (False, "a rule says so")
+    assert found["blocks.1.attention"] == found["head"] == (False, "a rule says so, or it came after the swap")
     assert found["blocks.0.attention"] == (True, "")
     back = ejlayers.swap(m, rules={"blocks.0.up": False})
     assert type(back.blocks[0].up) is eqx.nn.Linear
@@ -502,6 +504,32 @@ def test_rules_choose_by_path_and_type_and_the_first_wins():
         ejlayers.swap(model(), rules={"blocks.0.upp": True})
     with pytest.raises(ek.ConfigError, match="expected a AttentionConfig"):
         ejlayers.swap(model(), rules={"**.attention": BLOCK})
+
+
+@pytest.mark.parametrize("rules", [None, {"**.up": False, "**.down": BLOCK}])
+def test_a_model_is_swapped_in_the_midst_of_training_with_its_optimizer_state(rules):
+    m, losses = model(), []
+    state = start(m)
+    for _ in range(3):
+        m, state, _ = step(m, state, X)
+    for pair in ((m, state), ejlayers.swap((m, state), rules=rules)):
+        found = []
+        for _ in range(3):
+            *pair, loss = step(*pair, X)
+            found.append(float(loss))
+        losses.append(found)
+    assert type(pair[0].head) is type(pair[1][0].nu.head) is OURS.Linear
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert losses[0][0] > losses[0][2]
+
+
+def test_an_optimizer_state_follows_its_model_where_its_own_arrays_are_others():
+    m = eqx.tree_at(lambda m: m.head.weight, model(), jnp.ones((8, WIDTH), jnp.int8))  # which has no kernel
+    swapped, state = ejlayers.swap((m, start(m)))
+    assert type(swapped.head) is type(state[0].mu.head) is eqx.nn.Linear
+    small = jax.tree.map(lambda x: x.astype(jnp.int8) if eqx.is_inexact_array(x) else x, start(model()))
+    swapped, state = ejlayers.swap((model(), small))
+    assert type(swapped.head) is type(state[0].mu.head) is OURS.Linear
 
 
 def test_abstract_models_swap():

@@ -149,12 +149,19 @@ def test_what_does_not_fit_into_a_cache_is_an_error_or_nan():
 
 
 @pytest.mark.parametrize(("kwargs", "call", "message"), [
-    ({}, {"x": X}, r"x has shape \(2, 9, 16\); expected \(length, in_features\): for a batch use jax.vmap"),
+    ({}, {"x": X}, r"x has shape \(2, 9, 16\); expected \(length, 16\): for a batch use jax.vmap"),
     ({"causal": False}, {"cache": 9}, r"decoding needs causal=True"),
     ({}, {"cache": 9, "segment_ids": np.zeros(LENGTH, int)}, r"segment_ids are given while decoding"),
     ({"dropout_p": 0.5}, {"cache": 9, "key": KEY}, r"dropout is on while decoding; turn it off .*inference=True"),
     ({"dropout_p": 0.5}, {}, r"key is None and dropout is on, with p=0.5"),
     ({}, {"cache": 0}, "max_length is 0; expected at least 1 token"),
+    ({}, {"x": X[0, :, :15]}, r"x has shape \(9, 15\); expected \(length, 16\)"),
+    ({}, {"mask": np.ones((8, 9), bool)}, r"mask has shape \(8, 9\); expected what broadcasts to .*, \(4, 9, 9\)"),
+    ({}, {"cache": 12, "mask": np.ones((9, 9), bool)}, r"mask has shape \(9, 9\); expected .* \(4, 9, 12\)"),
+    ({}, {"bias": np.ones((1, 4, 9, 9))}, r"bias has shape \(1, 4, 9, 9\); expected .*, \(4, 9, 9\)"),
+    ({}, {"segment_ids": np.ones(8, int)}, r"^segment_ids has shape \(8,\); expected \(9,\): for a batch use jax.vmap"),
+    ({}, {"kv_lengths": np.ones(9, int)}, r"kv_lengths has shape \(9,\); expected \(\): for a batch use jax.vmap"),
+    ({"rotary": Rotary()}, {"positions": np.ones((1, 9), int)}, r"positions has shape \(1, 9\); expected \(9,\)"),
 ])  # fmt: skip
 def test_calls_that_cannot_be_are_refused(kwargs, call, message):
     layer, call = attention(**kwargs), {"x": X[0]} | call

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from safetensors.numpy import load_file, save_file
 
 import ejlayers
@@ -146,6 +146,30 @@ def test_parameters_go_on_following_sharded_inputs():
     layer = nnx.Linear(16, 11, rngs=nnx.Rngs(0))
     tensors = {"head.weight": TENSORS["lm_head.weight"], "head.bias": np.zeros(11)}
     assert ejlayers.from_huggingface(layer, tensors, {"": "head"})(x).shape == (4, 11)
+
+
+@pytest.mark.parametrize(("names", "found"), [
+    ({"layers.*.mlp.*": "model.layers.*.mlp.*_proj"}, "model.layers.0.mlp.up_proj"),
+    ({"layers.*": "wrong.*", "layers.**": "h.**"}, "h.0.mlp.up"),
+    ({"**.up": "model.**.up_proj"}, "model.layers.0.mlp.up_proj"),
+    ({"**.layers.0.mlp.up": "**.up"}, "up"),
+    ({"lay*.0.**.up": "h*.**.w"}, "hers.mlp.w"),
+])  # fmt: skip
+def test_a_star_is_one_name_and_two_are_any_number(names, found):
+    params = {"layers": {"0": {"mlp": {"up": {"kernel": jnp.zeros((2, 3))}}}}}
+    filled = ejlayers.from_huggingface(params, {f"{found}.weight": np.ones((3, 2))}, names)
+    np.testing.assert_array_equal(filled["layers"]["0"]["mlp"]["up"]["kernel"], 1)
+
+
+@pytest.mark.parametrize("names", [{"layers.*": "h"}, {"layers.*": "h.**"}, {"a": "b.*"}])
+def test_other_wildcards_on_the_other_side_are_refused(names):
+    with pytest.raises(ValueError, match=r"expected the same wildcards, \* and \*\*, on both sides"):
+        ejlayers.from_huggingface({}, {}, names)
+
+
+def test_a_linen_module_has_no_parameters_to_fill():
+    with pytest.raises(TypeError, match=r"model is the Linen module Dense, .*; pass model\.init\(\.\.\.\)\['params'\]"):
+        ejlayers.from_huggingface(linen.Dense(3), {}, {})
 
 
 def test_a_kernel_of_more_axes_is_refused():

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import ejlayers
+from ejkernel_ops import ConfigError
 from ejlayers.functional import Rotary, attend
 
 X = jax.random.normal(jax.random.key(0), (2, 5, 16))
@@ -43,6 +44,47 @@ def test_bad_arguments_of_attention_are_named(call, kind, message):
 def test_bad_positions_are_named(positions, kind, message):
     with pytest.raises(kind, match=message):
         attention(rotary=Rotary())(X, positions=positions)
+
+
+KEY = jax.random.key(0)
+MADE = {
+    "nnx": (attention, lambda **kwargs: ejlayers.nnx.GatedMLP(16, 8, rngs=nnx.Rngs(0), **kwargs)),
+    "linen": (
+        lambda **kwargs: ejlayers.linen.Attention(4, **kwargs), lambda **kwargs: ejlayers.linen.GatedMLP(8, **kwargs),
+    ),
+    "equinox": (
+        lambda **kwargs: ejlayers.equinox.Attention(16, 4, key=KEY, **kwargs),
+        lambda **kwargs: ejlayers.equinox.GatedMLP(16, 8, key=KEY, **kwargs),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("framework", MADE)
+def test_bad_options_are_refused_where_a_layer_is_made(framework):
+    make_attention, make_mlp = MADE[framework]
+    rate = "dropout_p" if framework == "equinox" else "dropout_rate"
+    with pytest.raises(TypeError, match=r"rotary is True; expected an ejlayers\.Rotary, such as ejlayers\.Rotary\(\)"):
+        make_attention(rotary=True)
+    for bad in (-0.1, 1.0, 1.5):
+        with pytest.raises(ValueError, match=rf"{rate} is {bad}; expected at least 0 and less than 1"):
+            make_attention(**{rate: bad})
+    for bad in ("tanhh", None, jax.nn.silu):
+        with pytest.raises(ValueError, match=r"activation is .*; expected one of 'gelu', "):
+            make_mlp(activation=bad)
+
+
+@pytest.mark.parametrize(("rules", "message"), [
+    ({3: True}, r"rules has the key 3; expected a path pattern, such as 'layers\.3', or a type"),
+    (["**"], "rules is a list; expected a mapping"),
+    ({"**": 3}, r"rule '\*\*' is 3; expected True, False or one of AttentionConfig"),
+    ({"head": True}, r"rule 'head' matches no layer .*; paths: '' \(the model\)"),
+    (None, r"rules is None; expected a mapping; to pin nothing anywhere pass \{'\*\*': None\}"),
+])  # fmt: skip
+def test_bad_rules_are_named(rules, message):
+    model = ejlayers.swap(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    for run in (ejlayers.set_config, *([lambda m, rules: ejlayers.swap(m, rules=rules)] if rules is not None else [])):
+        with pytest.raises(ConfigError, match=message):
+            run(model, rules)
 
 
 def test_inputs_of_too_few_axes_are_named():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import treescope
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
@@ -331,6 +332,98 @@ def test_what_is_wrong_with_rules_is_said_when_all_layers_are_met(options, messa
             run()
 
 
+def traced_steps(model, variables):
+    """All ways to see the layers of a model whose variables are there, after it ran."""
+
+    @jax.jit
+    def step(variables, tokens):
+        return model.apply(variables, tokens).sum()
+
+    step(variables, TOKENS)
+    return {
+        "explain": lambda: ejlayers.explain(step, variables, TOKENS),
+        "explain, bound": lambda: ejlayers.explain(lambda v, x: model.bind(v)(x), variables, TOKENS),
+        "tune": lambda: ejlayers.tune(step, variables, TOKENS, whole_step=False),
+        "check": lambda: ejlayers.check(model, variables, TOKENS),
+        "check of two": lambda: ejlayers.check(Model(), model, variables, TOKENS),
+    }
+
+
+@pytest.mark.parametrize("change", [
+    lambda rules: ejlayers.swap(Model(), rules=rules), lambda rules: ejlayers.set_config(ejlayers.swap(Model()), rules),
+])  # fmt: skip
+def test_a_rule_that_matches_nothing_is_an_error_wherever_a_whole_model_is_traced(change, variables):
+    for run in traced_steps(change({"blocks_0.Dense_9": SMALL}), variables).values():
+        for _ in range(2):
+            with pytest.raises(ek.ConfigError, match=r"'blocks_0\.Dense_9' matches no layer"):
+                run()
+    model = change({"blocks_0.Dense_1": SMALL})
+    assert len(ejlayers.explain(lambda v: model.apply(v, TOKENS, method="encode"), variables).rows) == 17
+    part = change({"blocks_0.Dense_9": SMALL})  # a part of a model need not have all layers
+    ejlayers.explain(lambda v: part.apply(v, TOKENS, method="encode"), variables)
+
+
+def test_rules_are_tried_for_each_model_of_a_class():
+    deep, shallow = (ejlayers.swap(Model(depth), rules={"blocks_1.**": False}) for depth in (2, 1))
+    assert type(deep) is type(shallow)
+    jax.eval_shape(deep.init, KEY, TOKENS)
+    with pytest.raises(ek.ConfigError, match=r"rule 'blocks_1\.\*\*' matches no layer"):
+        jax.eval_shape(shallow.init, KEY, TOKENS)
+
+
+def test_rules_for_a_pytree_of_models_begin_with_their_paths():
+    models = {"gen": ejlayers.swap(nn.Sequential([nn.Dense(4), nn.LayerNorm()])), "critic": ejlayers.swap(nn.Dense(1))}
+    params = {name: model.init(KEY, X) for name, model in models.items()}
+    pinned = ejlayers.set_config(models, {"gen.layers_0": SMALL, "**.layers_1": ek.NormConfig(backend="xla")})
+    notes = {name: [r.note for r in ejlayers.report(m, params[name], X).rows] for name, m in pinned.items()}
+    assert notes == {"gen": ["pinned: fwd.blocksize_m=4", "pinned: backend=xla"], "critic": [""]}
+    with pytest.raises(ek.ConfigError, match=r"'gne\.layers_0' matches no layer of ours"):
+        ejlayers.set_config(models, {"gne.layers_0": SMALL})
+    with pytest.raises(ek.ConfigError, match=r"rule 'layers_0' matches no layer of ours; paths: "):
+        ejlayers.set_config(models, {"layers_0": SMALL})
+    wrong = ejlayers.set_config(models, {"gen.layers_9": SMALL})["gen"]
+    with pytest.raises(ek.ConfigError, match=r"did you mean 'gen\.layers_"):
+        wrong.init(KEY, X)
+
+
+def test_a_train_state_is_changed_with_its_model(variables):
+    state = ejlayers.swap(state_of(Model(), variables))
+    for tree, rule in ((state, "blocks_0.Dense_0"), ((state, 1), "0.blocks_0.Dense_0"), ((state, 1), "**.Dense_0")):
+        pinned = jax.tree.leaves(ejlayers.set_config(tree, {rule: SMALL}), is_leaf=lambda x: isinstance(x, TrainState))[
+            0
+        ]
+        found = {(r.path, r.op): r for r in ejlayers.explain(step, pinned, TOKENS).rows}
+        assert found["blocks_0.Dense_0", "linear@v1"].config == "fwd.blocksize_m=4"
+        assert pinned.params is state.params
+    wrong = ejlayers.set_config(state, {"blocks_0.Dense_9": SMALL})
+    with pytest.raises(ek.ConfigError, match=r"'blocks_0\.Dense_9' matches no layer of ours; did you mean"):
+        ejlayers.explain(step, wrong, TOKENS)
+
+
+def test_configs_of_what_was_not_swapped_are_refused(variables):
+    message = r"finds no layer of ours, which alone can pin a config; pass what ejlayers\.swap\(model\) returned"
+    state = state_of(Model(), variables)
+    for unknown in (state.replace(apply_fn=lambda *args: None), variables):
+        with pytest.raises(ek.ConfigError, match=message):
+            ejlayers.set_config(unknown, {"**": SMALL})
+    stock = ejlayers.set_config(state, {"**": SMALL})  # in which there may be layers of ours: that is seen when it runs
+    with pytest.raises(ek.ConfigError, match=message):
+        ejlayers.explain(step, stock, TOKENS)
+
+
+@pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")  # treescope walks all of NumPy
+def test_a_swapped_model_shows_what_its_layers_become_and_pin():
+    model = ejlayers.set_config(ejlayers.swap(Model(depth=3), rules={"norm": False}), {"**.Dense_0": SMALL})
+    text = repr(model)
+    assert "depth = 3" in text
+    assert "ejlayers.swap(rules={'norm': False})" in text
+    assert "ejlayers.set_config({'**.Dense_0': LinearConfig(" in text
+    shown = treescope.render_to_text(model, ignore_exceptions=False)
+    assert "Model(depth=3" in "".join(shown.split())
+    assert "LinearConfig(" in shown
+    assert repr(ejlayers.swap(Model())) == repr(Model()) + " with ejlayers.swap()"
+
+
 def test_a_swapped_model_inside_of_another_was_changed_first():
     class Outer(nn.Module):
         def setup(self):
@@ -379,7 +472,8 @@ def test_original_and_revert_are_stock_again(variables):
 def test_configs_change_and_only_they(variables):
     model = ejlayers.swap(Model(), rules={"norm": False, "**.Dense_0": SMALL})
     other = ek.LinearConfig(fwd=ek.FwdParams(blocksize_m=8))
-    pinned = ejlayers.set_config({"model": model}, {"blocks_0.Dense_0": other, "blocks_1.Dense_0": None})["model"]
+    rules = {"model.blocks_0.Dense_0": other, "**.blocks_1.Dense_0": None}
+    pinned = ejlayers.set_config({"model": model}, rules)["model"]
     found = rows(pinned, variables, TOKENS)
     assert found["blocks_0.Dense_0"].note == "pinned: fwd.blocksize_m=8"
     assert (found["blocks_1.Dense_0"].note, found["norm"].replaced) == ("", False)

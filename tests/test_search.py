@@ -85,6 +85,14 @@ def test_what_failed_while_it_was_timed_never_wins():
     assert race("default", list(times), Clock(times)).winner == "good"
 
 
+def test_times_stand_to_each_other_as_what_decided_says():
+    """On a device that drifts, the ratio of the medians may say more than the rounds, pair by pair."""
+    samples = {"default": [2.0, 2.0, 2.0, 8.0, 8.0, 8.0], "new": [1.8, 1.8, 1.8, 7.2, 1.0, 7.2]}
+    found = race("default", ["default", "new"], lambda configs, rounds: [samples[cfg] for cfg in configs])
+    assert found.winner == "new"
+    assert found.times["new"] / found.times["default"] == pytest.approx(0.9)
+
+
 def test_of_few_samples_only_a_large_gain_is_believed():
     wins = 0
     for seed in range(300):

@@ -36,7 +36,7 @@ class Entry:
         shapes: the operands, for people.
         heuristic: the config without tuning.
         heuristic_ms: its time, in milliseconds.
-        ms: the time of `cfg`, measured in the same rounds.
+        ms: the time of `cfg`, by the same rounds: `heuristic_ms` less the gain that decided.
         source: `"tuned"`, the cache that it came from, or `"heuristic"` where every other config failed
             or did not pay in the whole step.
         trials: all that was tried.
@@ -91,7 +91,8 @@ class AutotuningResult(Reentrant):
         entries: configs by call.
         skipped: `(label, reason)` of each label that was not tuned.
         versions: versions of what the timings depend on.
-        step_ms: time of the whole step with heuristics and with these configs, in milliseconds.
+        step_ms: time of the whole step with heuristics and with these configs, in milliseconds: as the median of the
+            ratios, round by round, which decides.
         notes: what else the reader should know.
 
     Example:

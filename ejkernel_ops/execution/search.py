@@ -59,7 +59,7 @@ class Outcome:
 
     Args:
         winner: the config to use.
-        times: median milliseconds of each config; of the winner and the heuristic from the same rounds.
+        times: median milliseconds of each config; of the winner the heuristic's, less the gain that decided.
         samples: milliseconds of each config, of the last rounds where it was in them.
         rejected: configs that were fast enough, and why they may not win.
     """
@@ -115,7 +115,9 @@ def race(
         reason = None if best == default else verify(best)
         if reason is None:
             samples = early | final
-            return Outcome(best, {c: statistics.median(t) for c, t in samples.items() if t}, samples, rejected)
+            times = {cfg: statistics.median(t) for cfg, t in samples.items() if t}
+            times[best] = times[default] * (1 - _gain(final[best], final[default]))
+            return Outcome(best, times, samples, rejected)
         rejected[best] = reason
 
 

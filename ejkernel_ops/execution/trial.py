@@ -51,7 +51,7 @@ class Tuned:
     Args:
         cfg: the config to use.
         heuristic: the config without tuning.
-        ms: time of `cfg` in milliseconds.
+        ms: time of `cfg` in milliseconds: `heuristic_ms` less the gain that decided.
         heuristic_ms: time of `heuristic`, measured in the same rounds.
         trials: all that was tried.
         notes: what else the reader should know, such as that the device was busy.

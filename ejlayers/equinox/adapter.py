@@ -62,10 +62,10 @@ class EquinoxAdapter(TreeAdapter):
         """The same pytree, for nothing changes it."""
         return tree
 
-    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict) -> tuple[Any, Any]:
+    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict, where: Any) -> tuple[Any, Any]:
         """Outputs of a model, and gradients of a combination of them with respect to parameters and float inputs."""
         params, rest = eqx.partition(model, eqx.is_inexact_array)
-        return value_and_grads(lambda p, args, kw: eqx.combine(p, rest)(*args, **kw), params, inputs, kwargs)
+        return value_and_grads(lambda p, args, kw: eqx.combine(p, rest)(*args, **kw), params, inputs, kwargs, where)
 
 
 def _modules(tree: Any, path: str) -> Iterator[tuple[str, Any]]:

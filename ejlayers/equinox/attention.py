@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ejkernel_ops import AttentionConfig
 
+from ..arguments import check_rate, check_rotary
 from ..functional import Rotary
 from ..self_attention import attend_heads, head_sizes
 from .dropout import dropout_key
@@ -68,7 +70,8 @@ class Attention(Pinned):
         key: for the parameters.
 
     Raises:
-        ValueError: heads that do not divide.
+        ValueError: heads that do not divide, or a rate of dropout that is none.
+        TypeError: a `rotary` that is no `Rotary`.
         ConfigError: a config of another type or for another back end.
 
     Example:
@@ -125,6 +128,8 @@ class Attention(Pinned):
         key: Any,
     ):
         super().__init__(config=config, backend=backend)
+        check_rotary(rotary)
+        check_rate("dropout_p", dropout_p)
         num_kv_heads, head_dim = head_sizes(in_features, num_heads, num_kv_heads, head_dim)
         out_features = in_features if out_features is None else out_features
         sizes = {
@@ -183,8 +188,9 @@ class Attention(Pinned):
             ValueError: another shape of `x`, dropout without a key; with a cache: tokens that do not fit, an attention
                 that is not causal, segment ids, dropout.
         """
-        if jnp.ndim(x) != 2:
-            raise ValueError(f"x has shape {jnp.shape(x)}; expected (length, in_features): for a batch use jax.vmap")
+        _check_shapes(self, x, cache, {"mask": mask, "bias": bias}, {
+            "positions": positions, "segment_ids": segment_ids, "kv_lengths": kv_lengths,
+        })  # fmt: skip
         projections = (self.query_proj, self.key_proj, self.value_proj)
         query, keys, value = (jax.vmap(layer)(x).reshape(len(x), -1, self.head_dim) for layer in projections)
         if self.query_norm is not None and self.key_norm is not None:
@@ -216,3 +222,27 @@ class Attention(Pinned):
         shape = (max_length, self.num_kv_heads, self.head_dim)
         dtype = self.key_proj.weight.dtype if dtype is None else dtype
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+
+
+def _check_shapes(layer: Attention, x: Any, cache: Any, by_pair: dict[str, Any], by_token: dict[str, Any]) -> None:
+    """Refuses arguments that are not those of one example."""
+    features = getattr(layer.query_proj, "in_features", None)
+    if jnp.ndim(x) != 2 or features not in (None, x.shape[1]):
+        size = "in_features" if features is None else features
+        raise ValueError(f"x has shape {jnp.shape(x)}; expected (length, {size}): for a batch use jax.vmap")
+    if cache is not None and not isinstance(cache, Cache):
+        raise TypeError(
+            f"cache is a {type(cache).__name__}; expected a Cache, as layer.init_cache(max_length) makes one"
+        )
+    length = len(x)
+    sizes = (layer.num_heads, length, length if cache is None else len(cache.key))
+    for name, given in by_pair.items():
+        shape = () if given is None else np.shape(given)
+        if len(shape) > 3 or any(n not in (1, size) for n, size in zip(shape[::-1], sizes[::-1])):
+            raise ValueError(
+                f"{name} has shape {shape}; expected what broadcasts to (num_heads, length, keys), {sizes}"
+            )
+    for name, given in by_token.items():
+        expected = () if name == "kv_lengths" else (length,)
+        if given is not None and np.shape(given) != expected:
+            raise ValueError(f"{name} has shape {np.shape(given)}; expected {expected}: for a batch use jax.vmap")

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from ejkernel_ops import GatedLinearConfig, gated_linear
 
+from ..arguments import check_gate
 from ..functional import activated, at_path
 from .linear import Linear
 from .pinned import Pinned
@@ -35,6 +36,7 @@ class GatedMLP(Pinned):
         key: for the parameters.
 
     Raises:
+        ValueError: an activation that is not known.
         ConfigError: a config of another type or for another back end.
 
     Example:
@@ -66,6 +68,7 @@ class GatedMLP(Pinned):
         key: Any,
     ):
         super().__init__(config=config, backend=backend)
+        check_gate(activation)
         options = {"use_bias": use_bias, "dtype": dtype}
         gate, up, down = jax.random.split(key, 3)
         self.gate = Linear(in_features, hidden_features, **options, key=gate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,10 +10,12 @@ import jax
 from flax import linen as nn
 
 from ..check import value_and_grads
-from ..plan import Plan, Row, RuleBook
+from ..plan import Plan, Row, RuleBook, reaches
+from .calls import meeting_all, original_type, visited
 from .changes import Change
 from .layers import REPLACEMENTS, STOCK
-from .swapping import Swapped, changed, changes_of, original, original_type, visited
+from .swapping import Swapped, changed, changes_of, original
+from .trees import flatten_models, map_models
 
 _HOW = "its layers come to be while it runs: report(model, variables, *inputs) has them"
 
@@ -26,9 +29,15 @@ class LinenAdapter:
         """Whether an object is a Linen module."""
         return isinstance(tree, nn.Module)
 
+    def holds_model(self, tree: Any) -> bool:
+        """Whether a pytree has a Linen module in it, or a train state with one."""
+        return bool(flatten_models(tree))
+
     def swapped(self, model: Any, plan: Plan) -> Any:
-        """A new module that runs with ours for the stock layers that a plan takes; its rules are tried in `init`."""
-        return changed(model, Change(tuple(plan.book.rules.items()), tuple(plan.defaults.values())))
+        """New modules that run with ours for the stock layers that a plan takes; its rules are tried in `init`."""
+        change = self._chosen(model, plan.book, config=tuple(plan.defaults.values()))
+        plan.book.refuse_unused()
+        return change(model)
 
     def rows(self, model: Any, inputs: tuple, kwargs: dict) -> list[Row]:
         """What the layers are that a call visits; nothing is computed."""
@@ -42,7 +51,7 @@ class LinenAdapter:
             args, kwargs = treedef.unflatten([given.get(i, x) for i, x in enumerate(leaves)])
             return model.apply(*args, **kwargs)
 
-        return visited(model, lambda: jax.eval_shape(call, abstract))
+        return visited(changes_of(model), lambda: jax.eval_shape(call, abstract), whole=kwargs.get("method") is None)
 
     def original(self, model: Any) -> Any:
         """The stock model; where nothing was swapped, one whose own layers of ours run as the stock ones."""
@@ -59,22 +68,32 @@ class LinenAdapter:
         return changed(model, Change(((path, True), ("**", False))))
 
     def chosen(self, tree: Any, book: RuleBook) -> Callable[[Any], Any]:
-        """Makes the pytree whose models pin what rules say; its rules are tried in `init`."""
-        if not any(map(self.is_model, jax.tree.leaves(tree, is_leaf=self.is_model))):
-            return lambda tree: tree
-        book.used.update(book.rules)  # which layers there are is not known before a model runs
-        change = Change(tuple(book.rules.items()), swaps=False)
+        """Makes the pytree whose models pin what rules say; which layers there are is not known before a model runs."""
+        return self._chosen(tree, book, swaps=False)
 
-        def pinned(node):
-            return changed(node, change) if self.is_model(node) else node
+    def _chosen(self, tree: Any, book: RuleBook, **options: Any) -> Callable[[Any], Any]:
+        """Makes the pytree whose models have one change more; rules that can be meant for none of them stay unused."""
+        paths = [path for path, _ in flatten_models(tree)]
+        meant = {rule: [p for p in paths if isinstance(rule, type) or reaches(rule, p)] for rule in book.rules}
+        book.used.update(rule for rule, found in meant.items() if found)
+        book.paths += paths
+        shared = frozenset(rule for rule, found in meant.items() if len(found) > 1)
 
-        return lambda tree: jax.tree.map(pinned, tree, is_leaf=self.is_model)
+        def change(path, model):
+            rules = tuple((rule, value) for rule, value in book.rules.items() if path in meant[rule])
+            return changed(model, Change(rules, at=path, shared=shared.intersection(dict(rules)), **options))
+
+        return lambda tree: map_models(change, tree)
 
     def with_paths(self, tree: Any) -> Any:
         """The pytree itself: a Linen layer that runs knows its path."""
         return tree
 
-    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict) -> tuple[Any, Any]:
+    def meeting_all(self) -> contextlib.AbstractContextManager:
+        """Context in which a model that runs refuses rules that match none of its layers."""
+        return meeting_all()
+
+    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict, where: Any) -> tuple[Any, Any]:
         """Outputs of a model, and gradients of a combination of them with respect to parameters and float inputs."""
         variables = dict(_variables(inputs))
         params = variables.pop("params", {})
@@ -82,7 +101,7 @@ class LinenAdapter:
         def call(params, args, kwargs):
             return model.apply({"params": params, **variables}, *args, **kwargs)
 
-        return value_and_grads(call, params, inputs[1:], kwargs)
+        return value_and_grads(call, params, inputs[1:], kwargs, where)
 
 
 def _variables(inputs: tuple) -> Mapping:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ejkernel_ops import AttentionConfig
 
+from ..arguments import check_rate, check_rotary
 from ..functional import Rotary
 from ..self_attention import attend_heads, head_sizes
 from .linear import DenseGeneral
@@ -53,6 +54,8 @@ class Attention(Pinned, nn.Module):
         backend: back end, or `None` for the best one.
 
     Raises:
+        ValueError: a rate of dropout that is none.
+        TypeError: a `rotary` that is no `Rotary`.
         ConfigError: a config of another type or for another back end.
 
     Example:
@@ -89,6 +92,12 @@ class Attention(Pinned, nn.Module):
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
     config_type = AttentionConfig
+
+    def __post_init__(self) -> None:
+        """Refuses what is wrong with the fields where the layer is made."""
+        check_rotary(self.rotary)
+        check_rate("dropout_rate", self.dropout_rate)
+        super().__post_init__()
 
     @nn.compact
     def __call__(

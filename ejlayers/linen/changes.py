@@ -17,18 +17,33 @@ class Change:
         rules: as of either, in order.
         config: as of `swap`.
         swaps: whether layers are exchanged, or only what they pin.
+        at: path of the model in the pytree that was changed, which the rules' patterns begin with.
+        shared: rules that other models of that pytree have too, so that they need match nothing here.
     """
 
     rules: tuple[tuple[str | type, Any], ...]
     config: tuple[Any, ...] = ()
     swaps: bool = True
+    at: str = ""
+    shared: frozenset[str | type] = frozenset()
 
     def plan(self) -> Plan:
         """A fresh memory of what its rules match."""
-        return Plan(dict(self.rules), self.config)
+        plan = Plan(dict(self.rules), self.config, swaps=self.swaps)
+        plan.book.used.update(self.shared)
+        return plan
+
+    def __str__(self) -> str:
+        """The call that made it."""
+        rules = dict(self.rules)
+        if not self.swaps:
+            return f"ejlayers.set_config({rules})"
+        given = {"rules": rules or None, "config": list(self.config) or None}
+        return f"ejlayers.swap({', '.join(f'{k}={v}' for k, v in given.items() if v is not None)})"
 
     def applied(self, plan: Plan, path: str, module: Any, ours: type, before: Decision) -> Decision:
         """What becomes of a layer after what was decided before."""
+        path = f"{self.at}.{path}".strip(".")
         if self.swaps:
             if ours not in STOCK:
                 return before

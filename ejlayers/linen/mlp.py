@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from ejkernel_ops import GatedLinearConfig, gated_linear
 
+from ..arguments import check_gate
 from ..functional import at_path
 from .linear import Dense, dense_params
 from .pinned import Pinned
@@ -37,6 +38,7 @@ class GatedMLP(Pinned, nn.Module):
         backend: back end, or `None` for the best one.
 
     Raises:
+        ValueError: an activation that is not known.
         ConfigError: a config of another type or for another back end.
 
     Example:
@@ -61,6 +63,11 @@ class GatedMLP(Pinned, nn.Module):
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
     config_type = GatedLinearConfig
+
+    def __post_init__(self) -> None:
+        """Refuses what is wrong with the fields where the layer is made."""
+        check_gate(self.activation)
+        super().__post_init__()
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:

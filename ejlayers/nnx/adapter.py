@@ -68,14 +68,14 @@ class NnxAdapter(TreeAdapter):
         """A copy of modules that shares their Variables."""
         return nnx.clone(tree, variables=False)
 
-    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict) -> tuple[Any, Any]:
+    def value_and_grads(self, model: Any, inputs: tuple, kwargs: dict, where: Any) -> tuple[Any, Any]:
         """Outputs of a model, and gradients of a combination of them with respect to parameters and float inputs."""
         graph, params, rest = nnx.split(nnx.clone(model), nnx.Param, ...)
 
         def call(params, args, kwargs):
             return nnx.merge(graph, params, rest, copy=True)(*args, **kwargs)
 
-        return value_and_grads(call, params, inputs, kwargs)
+        return value_and_grads(call, params, inputs, kwargs, where)
 
 
 def _order(path: str) -> list[tuple[int, int, str]]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ejkernel_ops import AttentionConfig
 
+from ..arguments import check_rate, check_rotary
 from ..functional import Rotary
 from ..self_attention import attend_heads, head_sizes
 from .linear import LinearGeneral
@@ -51,7 +52,8 @@ class Attention(nnx.Module, Pinned):
         rngs: for the parameters, and its stream `dropout` for dropout.
 
     Raises:
-        ValueError: heads that do not divide.
+        ValueError: heads that do not divide, or a rate of dropout that is none.
+        TypeError: a `rotary` that is no `Rotary`.
         ConfigError: a config of another type or for another back end.
 
     Example:
@@ -93,6 +95,8 @@ class Attention(nnx.Module, Pinned):
         backend: str | None = None,
         rngs: nnx.Rngs,
     ):
+        check_rotary(rotary)
+        check_rate("dropout_rate", dropout_rate)
         num_kv_heads, head_dim = head_sizes(in_features, num_heads, num_kv_heads, head_dim)
         out_features = in_features if out_features is None else out_features
         options = {

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from ejkernel_ops import GatedLinearConfig, gated_linear
 
+from ..arguments import check_gate
 from ..functional import activated, at_path
 from .linear import Linear
 from .pinned import Pinned
@@ -40,6 +41,7 @@ class GatedMLP(nnx.Module, Pinned):
         rngs: for the parameters.
 
     Raises:
+        ValueError: an activation that is not known.
         ConfigError: a config of another type or for another back end.
 
     Example:
@@ -69,6 +71,7 @@ class GatedMLP(nnx.Module, Pinned):
         backend: str | None = None,
         rngs: nnx.Rngs,
     ):
+        check_gate(activation)
         given = {"param_dtype": param_dtype, "kernel_init": kernel_init, "bias_init": bias_init}
         options = {name: value for name, value in given.items() if value is not None}
         options |= {"use_bias": use_bias, "dtype": dtype, "precision": precision, "rngs": rngs}
