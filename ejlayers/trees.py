@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ejkernel_ops.config.schema import leaf_fields
-
+from .pins import note_of_ours
 from .plan import Decision, Plan, Row, RuleBook, check_type
 
 _reasons: dict[int, dict[str, str]] = {}  # id of a model -> path -> why not
@@ -102,8 +101,7 @@ class TreeAdapter:
     def _row(self, model: Any, path: str, module: Any) -> Row | None:
         kind = type(module)
         if kind in self.replacements.values():
-            pins = pinned_fields(module)
-            return Row(path, kind.__name__, True, "pinned: " + ", ".join(pins) if pins else "")
+            return Row(path, kind.__name__, True, note_of_ours(module, kind.when_not(module)))
         if kind in self.replacements:
             why = _reasons.get(id(model), {}).get(path) or self.replacements[kind].why_not(module) or "not swapped"
             return Row(path, kind.__name__, False, why)
@@ -156,10 +154,3 @@ def _remember(model: Any, reasons: dict[str, str]) -> None:
     if id(model) not in _reasons:
         weakref.finalize(model, _reasons.pop, id(model), None)
     _reasons[id(model)] = reasons
-
-
-def pinned_fields(module: Any) -> list[str]:
-    """What a module pins, as `field=value`."""
-    given = {} if module.config is None else dict(leaf_fields(module.config))
-    given |= {} if module.backend is None else {"backend": module.backend}
-    return [f"{name}={value}" for name, value in given.items() if value is not None]
