@@ -27,7 +27,8 @@ def changed_pins(layer: Any, fields: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         layer: with `config, backend, config_type`.
-        fields: of `config`, `backend` and `path` those that change.
+        fields: of `config`, `backend` and `path` those that change; of a layer with a rotary embedding also `rotary`,
+            the config that this pins.
 
     Returns:
         Values by attribute.
@@ -36,11 +37,16 @@ def changed_pins(layer: Any, fields: dict[str, Any]) -> dict[str, Any]:
         TypeError: another field.
         ConfigError: a config of another type, or a back end that is not the config's; those that stay count too.
     """
-    if unknown := sorted(fields.keys() - _ATTRIBUTES):
-        raise TypeError(f"{unknown[0]} is nothing that a module pins; expected {', '.join(_ATTRIBUTES)}")
+    rotary = getattr(layer, "rotary", None)
+    known = _ATTRIBUTES if rotary is None else _ATTRIBUTES | {"rotary": "rotary"}
+    if unknown := sorted(fields.keys() - known):
+        raise TypeError(f"{unknown[0]} is nothing that a module pins; expected {', '.join(known)}")
     config, backend = (fields.get(name, getattr(layer, name)) for name in ("config", "backend"))
     explicit_config(layer.config_type, config, None, backend)
-    return {_ATTRIBUTES[name]: value for name, value in fields.items()}
+    changed = {known[name]: value for name, value in fields.items()}
+    if rotary is not None and "rotary" in fields:
+        changed["rotary"] = rotary.pin(config=fields["rotary"])
+    return changed
 
 
 def note_of_ours(layer: Any, when_not: str | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from .pins import note_of_ours
-from .plan import Decision, Plan, Row, RuleBook, check_type
+from .plan import Decision, Plan, Row, RuleBook, wanted_pins
 
 _reasons: dict[int, dict[str, str]] = {}  # id of a model -> path -> why not
 
@@ -31,6 +31,10 @@ class TreeAdapter:
         """Each module of a pytree once, with its dotted path, outermost first and children in order."""
         raise NotImplementedError
 
+    def paths(self, tree: Any) -> Mapping[str, tuple[str, ...]]:
+        """All paths of those modules that are reached by more than one, by their first."""
+        raise NotImplementedError
+
     def changed(self, tree: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
         """The pytree with some modules, by path, replaced by what a function makes of them."""
         raise NotImplementedError
@@ -47,6 +51,15 @@ class TreeAdapter:
         """A copy of modules that shares their parameters."""
         raise NotImplementedError
 
+    def _fused(self, tree: Any) -> dict[int, str]:
+        """The modules whose products are part of another one's kernel, by identity, and which one's."""
+        return {
+            id(part): f"its product is part of the kernel of {path or 'the model'}, a {type(module).__name__}"
+            for path, module in self.modules(tree)
+            if isinstance(module, self.layers) and hasattr(module, "fused")
+            for part in module.fused()
+        }
+
     def alike(self, path: str, module: Any) -> Any:
         """Outermost modules with an equal answer are shown by the same paths; by default none is."""
         return path
@@ -54,9 +67,10 @@ class TreeAdapter:
     def swapped(self, model: Any, plan: Plan) -> Any:
         """The model with ours for the stock layers that a plan takes."""
         decisions = {}
+        paths, fused = self.paths(model), self._fused(model)
         for path, module in list(self.modules(model)):
             if (ours := self._ours(module)) is not None:
-                decisions[path] = plan.decide(path, module, ours)
+                decisions[path] = plan.decide(paths.get(path, (path,)), module, ours, fused.get(id(module)))
         plan.refuse_unused()
         model = self.changed(model, {path: self._change(decision) for path, decision in decisions.items()})
         _remember(model, {path: decision.reason for path, decision in decisions.items() if not decision.ours})
@@ -96,12 +110,14 @@ class TreeAdapter:
 
     def rows(self, model: Any, inputs: tuple, kwargs: dict) -> list[Row]:
         """What its layers are."""
-        return [row for path, module in self.modules(model) if (row := self._row(model, path, module)) is not None]
+        fused = self._fused(model)
+        rows = (self._row(model, path, module, fused.get(id(module))) for path, module in self.modules(model))
+        return [row for row in rows if row is not None]
 
-    def _row(self, model: Any, path: str, module: Any) -> Row | None:
+    def _row(self, model: Any, path: str, module: Any, fused: str | None) -> Row | None:
         kind = type(module)
         if kind in self.replacements.values():
-            return Row(path, kind.__name__, True, note_of_ours(module, kind.when_not(module)))
+            return Row(path, kind.__name__, True, fused or note_of_ours(module, kind.when_not(module)))
         if kind in self.replacements:
             why = _reasons.get(id(model), {}).get(path) or self.replacements[kind].why_not(module) or "not swapped"
             return Row(path, kind.__name__, False, why)
@@ -111,15 +127,12 @@ class TreeAdapter:
 
     def chosen(self, tree: Any, book: RuleBook) -> Callable[[Any], Any]:
         """Asks rules for the configs of a pytree's layers; what it returns makes the pytree that pins them."""
-        changes = {}
+        changes, paths, fused = {}, self.paths(tree), self._fused(tree)
         for path, module in self.modules(tree):
             if not isinstance(module, self.layers):
                 continue
-            value = book.find(path, (type(module),))
-            if value is None or value is True:
-                continue
-            config = check_type(path, module.config_type, value) if value is not False else None
-            changes[path] = lambda module, config=config: module.pin(config=config)
+            if pins := wanted_pins(book, paths.get(path, (path,)), (type(module),), module, fused.get(id(module))):
+                changes[path] = lambda module, pins=pins: module.pin(**pins)
         return lambda tree: self.changed(tree, changes) if changes else tree
 
     def with_paths(self, tree: Any) -> Any:

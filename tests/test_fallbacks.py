@@ -151,3 +151,120 @@ def test_gradients_work_where_types_must_not_be_mixed():
         with jax.numpy_dtype_promotion("strict"):
             got = grads[1](x)
         np.testing.assert_allclose(*(np.asarray(g, np.float32) for g in (got, grads[0](x))), rtol=0.05, atol=0.05)
+
+
+# Attention
+
+
+def attention(framework, **kwargs):
+    """Ours, called with `(batch, length, features)`, and its report."""
+    if framework == "nnx":
+        layer = ejlayers.nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(0), **kwargs)
+        return lambda x, **call: nnx.clone(layer)(x, **call), ejlayers.report(layer)
+    layer = ejlayers.swap(nn.MultiHeadDotProductAttention(4, **kwargs))
+    variables, rngs = layer.init({"params": KEY, "dropout": KEY}, X), {"dropout": KEY}
+
+    def run(x, **call):
+        return layer.apply(variables, x, rngs=rngs, mutable="intermediates", **call)[0]
+
+    return run, ejlayers.report(layer, variables, X, rngs=rngs)
+
+
+DROPPING = {"dropout_rate": 0.5, "deterministic": False}
+ATTENTION = {
+    "shared dropout": (DROPPING, {}, "dropout with broadcast_dropout=True", True),
+    "all is dropped": (DROPPING | {"dropout_rate": 1.0, "broadcast_dropout": False}, {}, "dropout_rate=1.0", True),
+    "sown weights": ({}, {"sow_weights": True}, "sow_weights=True", False),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Flax's own, about its own sow
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_of_the_framework_has_a_row_with_its_reason(name, framework):
+    kwargs, call, reason, is_of_the_layer = ATTENTION[name]
+    run, report = attention(framework, **kwargs)
+    rows = ejlayers.explain(jax.jit(lambda x: run(x, **call)), X).rows
+    [row] = [row for row in rows if row.op == "flash_attention@v1"]
+    assert (row.backend, row.note, row.count) == ("stock", reason, 1)
+    notes = {row.layer: row.note for row in report.rows}
+    note = notes.get("MultiHeadAttention", notes.get("MultiHeadDotProductAttention"))
+    assert note == (f"as the stock layer: {reason}" if is_of_the_layer else "")
+
+
+def test_a_function_that_is_put_into_a_swapped_layer_is_reported_and_explained():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.attention(x)
+
+    model = ejlayers.swap(Model())
+    model.attention.attention_fn = own = lambda query, key, value, **options: value
+    rows = {row.path: row for row in ejlayers.report(model).rows}
+    assert rows["attention"].note == "as the stock layer: custom attention_fn"
+    [row] = [r for r in ejlayers.explain(nnx.jit(lambda m, x: m(x)), model, X).rows if r.path == "attention"]
+    assert (row.backend, row.note) == ("stock", "custom attention_fn")
+    np.testing.assert_allclose(model(X), model.attention.out(model.attention.value(X)), atol=1e-6)
+    assert ejlayers.report(model).revert().attention.attention_fn is own
+
+
+@pytest.mark.parametrize("p", [jnp.array(0.5), 1.0], ids=str)
+def test_dropout_of_equinox_that_no_kernel_computes_is_told(p):
+    stock, ours = (m.MultiheadAttention(4, WIDTH, dropout_p=p, key=KEY) for m in (eqx.nn, ejlayers.equinox))
+    np.testing.assert_allclose(*(layer(X[0], X[0], X[0], key=KEY) for layer in (stock, ours)), atol=1e-6)
+    rows = ejlayers.explain(eqx.filter_jit(lambda m, x: m(x, x, x, key=KEY)), ours, X[0]).rows
+    reason = None if isinstance(p, float) else "dropout with a p that is an array"
+    assert [row.note for row in rows if row.backend == "stock"] == [reason] * (reason is not None)
+    assert ejlayers.report(ours).rows[0].note == ("" if reason is None else f"as the stock layer: {reason}")
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen", "equinox"])
+def test_our_own_attention_that_drops_everything_gives_zero(framework):
+    made = getattr(ejlayers, framework).Attention
+    if framework == "nnx":
+        out = made(WIDTH, 4, dropout_rate=1.0, rngs=nnx.Rngs(0))(X)
+    elif framework == "linen":
+        out, _ = made(4, dropout_rate=1.0).init_with_output({"params": KEY, "dropout": KEY}, X)
+    else:
+        out = made(WIDTH, 4, dropout_p=1.0, key=KEY)(X[0], key=KEY)
+    np.testing.assert_array_equal(out, 0)
+
+
+# Meshes
+
+
+def spread(shape, spec):
+    return jax.device_put(jax.random.normal(KEY, shape), jax.P(*spec))
+
+
+SPECS = [("data",), (None, "data"), ("data", "model"), (None, "model", None)]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_several_batch_axes_may_be_spread_over_a_mesh_with_explicit_axes(spec):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    stock, ours = runs("attention", "linen")
+    mask, positions = jnp.ones((4, 1, 1, 6), bool).at[..., 4:].set(False), jnp.arange(24).reshape(4, 6)
+    head = ejlayers.nnx.LMHead(WIDTH, 11, rngs=nnx.Rngs(0))
+
+    def attended(x, positions, mask):
+        heads = x.reshape(*x.shape[:-1], 4, 4)
+        turned = ejlayers.Rotary()(heads, positions)
+        return ejlayers.functional.attend(turned, turned, heads, mask=mask, kv_lengths=jnp.full(x.shape[:2], 5))
+
+    plain = jax.random.normal(KEY, (2, 4, 6, WIDTH))
+    labels = jnp.arange(48).reshape(2, 4, 6) % 11
+    wanted = stock(plain), attended(plain, positions, mask), head.loss(plain, labels, reduction="none")
+    with jax.set_mesh(mesh):
+        x = spread(plain.shape, spec)
+        outs = jax.jit(lambda x: (ours(x), attended(x, positions, mask)))(x)
+        for out in outs:
+            assert jax.typeof(out).sharding.spec[:2] == jax.typeof(x).sharding.spec[:2]
+        loss = jax.jit(lambda x: head.loss(x, labels, reduction="none"))(x)
+        for got, want in zip((*outs, loss), wanted):
+            np.testing.assert_allclose(jax.device_get(got), jax.device_get(want), rtol=1e-4, atol=1e-4)
+        calls = [row.count for row in ejlayers.explain(jax.jit(lambda x: ours(x)), x).rows if "flash" in row.op]
+        assert calls == [1]

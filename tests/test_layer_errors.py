@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 import ejlayers
-from ejlayers.functional import Rotary, attend
+from ejlayers import Rotary
+from ejlayers.functional import attend
 
 X = jax.random.normal(jax.random.key(0), (2, 5, 16))
 

@@ -27,7 +27,7 @@ class MultiheadAttention(Pinned, eqx.nn.MultiheadAttention):
     Takes all of the stock constructor's arguments; the projections are stock layers until `swap` replaces them. Under
     `jax.vmap`, nested or not, a batch is one kernel call. Queries that may see no key give 0, where Equinox gives the
     mean of the values. Dropout draws other bits than Equinox's, as many and for each head its own; one with a
-    probability that is traced, or 1, runs as Equinox's own.
+    probability that is an array runs as Equinox's own.
 
     Args:
         *args: as `eqx.nn.MultiheadAttention`.
@@ -121,9 +121,7 @@ class MultiheadAttention(Pinned, eqx.nn.MultiheadAttention):
 
 def _no_dropout(dropout: eqx.nn.Dropout) -> str | None:
     """Why no kernel drops probabilities as a module of Equinox does; `None` where one does."""
-    if isinstance(dropout.p, (int, float)):
-        return f"dropout with p={dropout.p}" if dropout.p >= 1 else None
-    return "dropout with a p that is an array"
+    return None if isinstance(dropout.p, (int, float)) else "dropout with a p that is an array"
 
 
 def _check_inputs(**inputs: Any) -> None:

@@ -9,6 +9,7 @@ import jax
 from flax import linen as nn
 
 from ..check import value_and_grads
+from ..frameworks import is_nnx
 from ..plan import Plan, Row, RuleBook
 from .changes import Change
 from .layers import REPLACEMENTS, STOCK
@@ -60,7 +61,7 @@ class LinenAdapter:
 
     def chosen(self, tree: Any, book: RuleBook) -> Callable[[Any], Any]:
         """Makes the pytree whose models pin what rules say; its rules are tried in `init`."""
-        if not any(map(self.is_model, jax.tree.leaves(tree, is_leaf=self.is_model))):
+        if not any(map(self.is_model, jax.tree.leaves(tree, is_leaf=_is_module))):
             return lambda tree: tree
         book.used.update(book.rules)  # which layers there are is not known before a model runs
         change = Change(tuple(book.rules.items()), swaps=False)
@@ -68,7 +69,7 @@ class LinenAdapter:
         def pinned(node):
             return changed(node, change) if self.is_model(node) else node
 
-        return lambda tree: jax.tree.map(pinned, tree, is_leaf=self.is_model)
+        return lambda tree: jax.tree.map(pinned, tree, is_leaf=_is_module)
 
     def with_paths(self, tree: Any) -> Any:
         """The pytree itself: a Linen layer that runs knows its path."""
@@ -83,6 +84,11 @@ class LinenAdapter:
             return model.apply({"params": params, **variables}, *args, **kwargs)
 
         return value_and_grads(call, params, inputs[1:], kwargs)
+
+
+def _is_module(tree: Any) -> bool:
+    """Whether an object is a module of Linen or of NNX."""
+    return isinstance(tree, nn.Module) or is_nnx(tree)
 
 
 def _variables(inputs: tuple) -> Mapping:

@@ -61,6 +61,7 @@ class GatedMLP(Pinned, nn.Module):
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
     config_type = GatedLinearConfig
+    fused = ("gate", "up")  # whose products are part of the kernel: there is nothing that they could pin
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:

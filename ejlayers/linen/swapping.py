@@ -23,9 +23,9 @@ from ejkernel_ops import ConfigError
 
 from ..pins import note_of_ours
 from ..plan import Decision, Plan, Row
-from .changes import Change, ours_for, undecided
+from .changes import Change, as_decided, ours_for, undecided
 from .layers import METHODS, REPLACEMENTS, STOCK
-from .twins import is_twin, twin, undecorated
+from .twins import is_twin, undecorated
 
 _numbers = itertools.count(1)
 
@@ -88,7 +88,7 @@ def _intercept(run: Any, args: tuple, kwargs: dict, context: nn.module.Intercept
     if not decision.ours and not isinstance(module, ours):
         return run(*args, **kwargs)
     target = ours if decision.ours else STOCK[ours]
-    seen = twin(module, target, config=decision.config, backend=getattr(module, "backend", None))
+    seen = as_decided(module, target, decision)
     return _under_later_ones(functools.partial(undecorated(target, method), seen), context)(*args, **kwargs)
 
 
@@ -124,8 +124,7 @@ def _record(module: Any, decision: Decision, ours: Any = None) -> None:
     path = ".".join(module.path[len(outermost.root) :])
     note = decision.reason
     if decision.ours:
-        pins = types.SimpleNamespace(config=decision.config, backend=getattr(module, "backend", None))
-        note = note_of_ours(pins, ours.when_not(module))
+        note = note_of_ours(as_decided(module, ours, decision), ours.when_not(module))
     outermost.rows[path] = Row(path, type(module).__name__, decision.ours, note)
 
 
