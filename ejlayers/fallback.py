@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel_ops.core.snapshot import current
 from ejkernel_ops.utils.labelled import labelled
 from ejkernel_ops.utils.meta import label
-
-from .functional import explaining
 
 _log = logging.getLogger("ejlayers")
 _told: set[tuple[str, str]] = set()
@@ -42,7 +41,7 @@ def run_stock(kernel: Any, path: str | None, reason: str, run: Callable, *args: 
     if (kernel.op_id, reason) not in _told:
         _told.add((kernel.op_id, reason))
         _log.warning("%s runs as the framework's own, not as a kernel: %s", kernel.op_id, reason)
-    if explaining():
+    if current().path is not None:
         marks = {"ejkernel_cfg": f"backend=stock |  | {reason}", "ejkernel_path": path or ""}
         run = labelled(lambda digits: label(kernel.op_id_v, digits), **marks)(run)
     return run(*args, **kwargs)

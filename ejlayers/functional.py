@@ -23,10 +23,12 @@ from ejkernel_ops import (
     linear,
 )
 from ejkernel_ops.core.snapshot import current, entered
+from ejkernel_ops.kernels import LINEAR
 from ejkernel_ops.kernels.activations import ACTIVATIONS, check_activation
 from ejkernel_ops.kernels.config import as_array
 
 from .batch_axes import joined, joining_order, split
+from .fallback import run_stock
 
 CONFIGS = (AttentionConfig, LinearConfig, GatedLinearConfig, NormConfig, RotaryConfig, LinearCrossEntropyConfig)
 
@@ -182,7 +184,8 @@ def linear_over_axes(x: jax.Array, kernel: jax.Array, bias: Any, axes: Sequence[
     lead = x.shape[: x.ndim - count]
     if not (_joinable(x, len(lead), x.ndim) and _joinable(kernel, 0, count) and _joinable(kernel, count, kernel.ndim)):
         taken = {n: options[n] for n in ("precision", "preferred_element_type") if n in options}
-        out = jnp.tensordot(x, kernel, count, **taken)
+        reason = "a mesh with Explicit axes spreads an axis that is not the first of those that become one"
+        out = run_stock(LINEAR, current().path, reason, jnp.tensordot, x, kernel, count, **taken)
         return out if bias is None else out + bias.reshape(outs)
     bias = None if bias is None else bias.reshape(math.prod(outs))
     flat = linear(x.reshape(*lead, math.prod(ins)), kernel.reshape(math.prod(ins), math.prod(outs)), bias, **options)
