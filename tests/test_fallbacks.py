@@ -33,7 +33,7 @@ LAYERS = {
 CASES = [(name, framework) for name, found in LAYERS.items() for framework in found]
 
 
-def runs(name, framework, *, param=None, dtype=None):
+def runs(name, framework, *, param=None, dtype=None, **options):
     """The stock layer and ours over equal parameters, as functions of inputs `(batch, length, features)`."""
     kind, args, *method = LAYERS[name][framework]
     method = method[0] if method else "__call__"
@@ -45,15 +45,17 @@ def runs(name, framework, *, param=None, dtype=None):
         calls = {"attention": lambda f: jax.vmap(lambda x: f(x, x, x)), "rotary embedding": jax.vmap}
         call = calls.get(name, lambda f: jax.vmap(jax.vmap(f)))
         return [lambda x, layer=layer: call(layer)(x) for layer in layers]
-    types |= {} if dtype is None else {"dtype": dtype}
+    types |= options | ({} if dtype is None else {"dtype": dtype})
     if framework == "nnx":
         more = {"rngs": nnx.Rngs(0)} | ({"decode": False} if name == "attention" else {})
         layers = [getattr(package, kind)(*args, **types, **more | {"rngs": nnx.Rngs(0)}) for package in packages]
         return [lambda x, layer=layer: getattr(layer, method)(x) for layer in layers]
     layers = [getattr(package, kind)(*args, **types) for package in packages]
 
+    keys = {"params": KEY, "dropout": KEY}
+
     def applied(layer):
-        return lambda x: layer.apply(layers[0].init(KEY, x, method=method), x, method=method)
+        return lambda x: layer.apply(layers[0].init(keys, x, method=method), x, method=method, rngs=keys)
 
     return [applied(layer) for layer in layers]
 
@@ -173,7 +175,6 @@ def attention(framework, **kwargs):
 DROPPING = {"dropout_rate": 0.5, "deterministic": False}
 ATTENTION = {
     "shared dropout": (DROPPING, {}, "dropout with broadcast_dropout=True", True),
-    "all is dropped": (DROPPING | {"dropout_rate": 1.0, "broadcast_dropout": False}, {}, "dropout_rate=1.0", True),
     "sown weights": ({}, {"sow_weights": True}, "sow_weights=True", False),
 }
 
@@ -190,6 +191,16 @@ def test_attention_of_the_framework_has_a_row_with_its_reason(name, framework):
     notes = {row.layer: row.note for row in report.rows}
     note = notes.get("MultiHeadAttention", notes.get("MultiHeadDotProductAttention"))
     assert note == (f"as the stock layer: {reason}" if is_of_the_layer else "")
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_dropout_of_everything_is_what_the_stock_layer_makes_of_it(framework, is_shared):
+    """NaN; later versions of Flax refuse it."""
+    options = {"dropout_rate": 1.0, "deterministic": False, "broadcast_dropout": is_shared}
+    want, got = (outcome(run, X) for run in runs("attention", framework, **options))
+    assert type(want) is type(got)
+    np.testing.assert_equal(*(str(out) if isinstance(out, Exception) else np.asarray(out) for out in (got, want)))
 
 
 def test_a_function_that_is_put_into_a_swapped_layer_is_reported_and_explained():
