@@ -24,10 +24,10 @@ from .check import check as check
 from .explain import ExplainReport as ExplainReport
 from .explain import explain as explain
 from .frameworks import FRAMEWORKS
-from .functional import Rotary as Rotary
 from .huggingface import from_huggingface as from_huggingface
 from .report import SwapReport as SwapReport
 from .report import report as report
+from .rotary import Rotary as Rotary
 from .set_config import set_config as set_config
 from .swap import swap as swap
 from .tune import tune as tune

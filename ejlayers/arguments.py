@@ -6,7 +6,7 @@ from typing import Any
 
 from ejkernel_ops.kernels.activations import ACTIVATIONS
 
-from .functional import Rotary
+from .rotary import Rotary
 
 
 def check_rotary(rotary: Any) -> None:
@@ -23,10 +23,10 @@ def check_rate(name: str, rate: Any) -> None:
     """Refuses a number that is no rate of dropout; an array of Equinox may be anything.
 
     Raises:
-        ValueError: a rate below 0, or of 1 and more.
+        ValueError: a rate below 0 or above 1.
     """
-    if isinstance(rate, (int, float)) and not 0 <= rate < 1:
-        raise ValueError(f"{name} is {rate}; expected at least 0 and less than 1, the part that is dropped")
+    if isinstance(rate, (int, float)) and not 0 <= rate <= 1:
+        raise ValueError(f"{name} is {rate}; expected between 0 and 1, the part that is dropped")
 
 
 def check_gate(activation: Any) -> None:

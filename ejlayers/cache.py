@@ -68,7 +68,7 @@ def attend_cached_by(
     """`attend_cached` as an attention function of Flax: what its kernel cannot do it does itself, on the same cache.
 
     Args:
-        plain: a `KernelAttention` of either Flax, which has `config`, `backend` and `path`.
+        plain: a `KernelAttention` of either Flax, which has `config`, `backend`, `path` and `why_not`.
         cache: keys, values and how many tokens they hold.
         query: of the next tokens, `(..., q_len, num_heads, head_dim)`.
         key: of the same tokens, `(..., q_len, num_kv_heads, head_dim)`.
@@ -83,8 +83,7 @@ def attend_cached_by(
         ValueError: as `attend_cached`.
     """
     dropping = options.get("dropout_rate", 0.0) > 0.0 and not options.get("deterministic", False)
-    products = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")
-    if not dropping and options.get("module") is None and not any(options.get(name) for name in products):
+    if not dropping and not plain.why_not(query, key, value, **options):
         with at_path(plain.path):
             return attend_cached(
                 query, key, value, *cache, mask=mask, dtype=options.get("dtype"), precision=options.get("precision"),

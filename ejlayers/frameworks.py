@@ -80,6 +80,12 @@ def adapters() -> list[Adapter]:
     return [importlib.import_module(ours).ADAPTER for theirs, ours in _OURS.items() if theirs in sys.modules]
 
 
+def is_nnx(tree: Any) -> bool:
+    """Whether an object is a module of Flax NNX: as it may hold itself, no other framework may walk into it."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(tree, nnx.Module)
+
+
 def adapter_of(model: Any, *, or_tree: bool = False) -> Adapter:
     """The adapter of a model's framework; if asked for, that of a model in a pytree.
 

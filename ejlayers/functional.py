@@ -19,14 +19,16 @@ from ejkernel_ops import (
     LinearCrossEntropyConfig,
     NormConfig,
     RotaryConfig,
-    RotaryScaling,
     flash_attention,
     linear,
-    rotary_embedding,
 )
 from ejkernel_ops.core.snapshot import current, entered
+from ejkernel_ops.kernels import LINEAR
 from ejkernel_ops.kernels.activations import ACTIVATIONS, check_activation
 from ejkernel_ops.kernels.config import as_array
+
+from .batch_axes import joined, joining_order, split
+from .fallback import run_stock
 
 CONFIGS = (AttentionConfig, LinearConfig, GatedLinearConfig, NormConfig, RotaryConfig, LinearCrossEntropyConfig)
 
@@ -102,7 +104,7 @@ def attend(
         value: `(..., kv_len, num_kv_heads, v_dim)`.
         bias: broadcastable to `(..., num_heads, q_len, kv_len)`.
         mask: likewise; what is not 0 may be seen.
-        **options: those of `flash_attention`.
+        **options: those of `flash_attention`; a `dropout_rate` of 1, too, which gives 0.
 
     Returns:
         `(..., q_len, num_heads, v_dim)`.
@@ -123,66 +125,32 @@ def attend(
         raise ValueError(f"query {query.shape}, key {key.shape} and value {value.shape} differ in their batch axes")
     mask = None if mask is None else as_array("mask", mask).astype(bool)
     bias = None if bias is None else as_array("bias", bias)
+    order = joining_order(query, len(batch))
     bias, mask = (
-        None if x is None else _one_batch_axis(name, x, batch) for name, x in (("bias", bias), ("mask", mask))
+        None if x is None else _one_batch_axis(name, x, batch, order) for name, x in (("bias", bias), ("mask", mask))
     )
-    query, key, value = (x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
+    query, key, value = (joined(x, order) for x in (query, key, value))
     for name in {"q_segment_ids", "kv_segment_ids", "kv_lengths"} & options.keys():
         if (x := options[name]) is not None:
             x = as_array(name, x)
             if x.shape[: len(batch)] != batch:
                 raise ValueError(f"{name} has shape {x.shape}; expected the batch axes of query, {batch}, first")
-            options[name] = x.reshape(math.prod(batch), *x.shape[len(batch) :])
-    out = flash_attention(query, key, value, bias=bias, mask=mask, **options)
-    return out.reshape(*batch, *out.shape[1:])
+            options[name] = joined(x, order)
+    rate = options.get("dropout_rate", 0.0)
+    if drops_all := isinstance(rate, (int, float)) and rate == 1:
+        options |= {"dropout_rate": 0.0}
+    out = split(flash_attention(query, key, value, bias=bias, mask=mask, **options), batch, order)
+    return jnp.zeros_like(out) if drops_all else out
 
 
-@dataclasses.dataclass(frozen=True)
-class Rotary:
-    """Rotary position embedding of a layer: `ejkernel_ops.rotary_embedding` with these options.
-
-    Args:
-        theta: base of the frequencies.
-        fraction: of the features of a head that are turned, the first ones.
-        interleaved: whether pairs are neighbours, not halves.
-        scaling: a `RotaryScaling` for longer sequences.
-
-    Example:
-        >>> Rotary(theta=500000.0)(jnp.ones((2, 3, 4, 8)), jnp.arange(3)).shape
-        (2, 3, 4, 8)
-    """
-
-    theta: float = 10000.0
-    fraction: float = 1.0
-    interleaved: bool = False
-    scaling: RotaryScaling | None = None
-
-    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Heads `(..., length, num_heads, head_dim)`, turned by positions `(length,)` or `(..., length)`."""
-        flat = x.reshape(-1, *x.shape[-3:])
-        if positions.ndim > 1:
-            if any(a not in (1, b) for a, b in zip(positions.shape[::-1], x.shape[-3::-1])) or positions.ndim >= x.ndim:
-                raise ValueError(f"positions has shape {positions.shape}; expected what broadcasts to {x.shape[:-2]}")
-            positions = jnp.broadcast_to(positions, x.shape[:-2]).reshape(-1, x.shape[-3])
-        out = rotary_embedding(
-            flat,
-            positions,
-            theta=self.theta,
-            fraction=self.fraction,
-            interleaved=self.interleaved,
-            scaling=self.scaling,
-        )
-        return out.reshape(x.shape)
-
-
-def _one_batch_axis(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+def _one_batch_axis(name: str, x: jax.Array, batch: tuple[int, ...], order: tuple[int, ...]) -> jax.Array:
     """A bias or mask with its batch axes joined, still 1 where all of them broadcast."""
     lead = x.shape[:-3]
     if len(lead) > len(batch) or any(size not in (1, of) for size, of in zip(lead[::-1], batch[::-1])):
         raise ValueError(f"{name} has shape {x.shape}, whose batch axes {lead} do not broadcast to query's, {batch}")
     if math.prod(lead) == 1:
         return x.reshape(1, *x.shape[-3:]) if x.ndim >= 3 else x
-    return jnp.broadcast_to(x, (*batch, *x.shape[-3:])).reshape(math.prod(batch), *x.shape[-3:])
+    return joined(jnp.broadcast_to(x, (*batch, *x.shape[-3:])), order)
 
 
 def linear_over_axes(x: jax.Array, kernel: jax.Array, bias: Any, axes: Sequence[int], **options: Any) -> jax.Array:
@@ -216,7 +184,8 @@ def linear_over_axes(x: jax.Array, kernel: jax.Array, bias: Any, axes: Sequence[
     lead = x.shape[: x.ndim - count]
     if not (_joinable(x, len(lead), x.ndim) and _joinable(kernel, 0, count) and _joinable(kernel, count, kernel.ndim)):
         taken = {n: options[n] for n in ("precision", "preferred_element_type") if n in options}
-        out = jnp.tensordot(x, kernel, count, **taken)
+        reason = "a mesh with Explicit axes spreads an axis that is not the first of those that become one"
+        out = run_stock(LINEAR, current().path, reason, jnp.tensordot, x, kernel, count, **taken)
         return out if bias is None else out + bias.reshape(outs)
     bias = None if bias is None else bias.reshape(math.prod(outs))
     flat = linear(x.reshape(*lead, math.prod(ins)), kernel.reshape(math.prod(ins), math.prod(outs)), bias, **options)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel_ops import linear, linear_cross_entropy
 
+from .batch_axes import joined, joining_order, split
 from .functional import at_path
 
 
@@ -49,8 +50,13 @@ def head_loss(
     Returns:
         A scalar, the mean, or what `reduction` says.
     """
-    of_layer = {name: getattr(layer, name) for name in ("logits_soft_cap", "precision", "config", "backend")}
+    names = ("logits_soft_cap", "precision", "config", "backend")
+    options = {name: getattr(layer, name) for name in names} | options
+    rows, order = jnp.shape(hidden)[:-1], joining_order(hidden, jnp.ndim(hidden) - 1)
+    if is_spread := order != tuple(range(len(order))):  # over a mesh, such that the op cannot join the rows itself
+        hidden, labels = joined(hidden, order), joined(labels, order)
+        if (weights := options.get("token_weights")) is not None:
+            options["token_weights"] = joined(weights, order)
     with at_path(layer.kernel_path):
-        return linear_cross_entropy(
-            hidden, weight, labels, bias=bias, weight_layout=weight_layout, **{**of_layer, **options}
-        )
+        loss = linear_cross_entropy(hidden, weight, labels, bias=bias, weight_layout=weight_layout, **options)
+    return split(loss, rows, order) if is_spread and loss.ndim else loss

@@ -12,6 +12,7 @@ from typing import Any
 from ejkernel_ops import ConfigError
 
 from .functional import CONFIGS
+from .pins import changed_pins
 
 Rules = Mapping[str, Any] | Mapping[type, Any] | Mapping[str | type, Any]
 
@@ -36,6 +37,7 @@ class RuleBook:
         self.paths: list[str] = []  # of the layers that were asked for
         self.used: set[str | type] = set()
         self.taken: dict[str | type, str | type] = {}  # rule -> one before it that takes its layers
+        self.vain: dict[str | type, str] = {}  # rule -> why what it pins somewhere has no effect
         for pattern, value in self.rules.items():
             if not isinstance(pattern, (str, type)):
                 raise ConfigError(
@@ -45,19 +47,43 @@ class RuleBook:
                 expected = ", ".join(c.__name__ for c in CONFIGS)
                 raise ConfigError(f"rule {pattern!r} is {value!r}; expected True, False or one of {expected}")
 
-    def find(self, path: str, kinds: tuple[type, ...]) -> Any:
-        """What the rules say of a module: a config, `True`, `False`, or `None` where none matches."""
-        self.paths.append(path)
-        found = [p for p in self.rules if (_is_any(kinds, p) if isinstance(p, type) else matches(p, path))]
-        self.used.update(found[:1])
-        self.taken.update({pattern: found[0] for pattern in found[1:]})
-        return self.rules[found[0]] if found else None
+    def find(self, paths: tuple[str, ...], kinds: tuple[type, ...], vain: str | None = None) -> Any:
+        """What the rules say of a module: a config, `True`, `False`, or `None` where none matches.
+
+        Args:
+            paths: all by which it is reached.
+            kinds: its types.
+            vain: why a config that it pins has no effect, if it has none.
+
+        Raises:
+            ConfigError: two rules that differ, each for another path of one module.
+        """
+        self.paths += paths
+        found = {pattern: where for pattern in self.rules if (where := _where(pattern, paths, kinds))}
+        if vain is not None:
+            self.vain |= {pattern: vain for pattern in found if not isinstance(self.rules[pattern], bool)}
+            found = {pattern: where for pattern, where in found.items() if pattern not in self.vain}
+        if not found:
+            return None
+        first, *others = found
+        for pattern in others:
+            if found[pattern] & found[first]:
+                self.taken[pattern] = first
+            elif self.rules[pattern] == self.rules[first]:
+                self.used.add(pattern)
+            else:
+                here, there = min(found[first]), min(found[pattern])
+                raise ConfigError(f"rules {first!r} and {pattern!r} differ, and {here!r} and {there!r} are one module")
+        self.used.add(first)
+        return self.rules[first]
 
     def refuse_unused(self) -> None:
         """Raises if a rule matched nothing."""
         unused = [p for p in self.rules if p not in self.used]
         if not unused:
             return
+        if (reason := self.vain.get(unused[0])) is not None:
+            raise ConfigError(f"rule {unused[0]!r} has no effect: {reason}")
         if (first := self.taken.get(unused[0])) is not None:
             raise ConfigError(f"rule {unused[0]!r} has no effect: rule {first!r} before it takes all of its layers")
         if self.pins and not self.paths:
@@ -72,9 +98,11 @@ class RuleBook:
         raise ConfigError(f"rule {unused[0]!r} matches no layer {which}; {hint}")
 
 
-def _is_any(kinds: tuple[type, ...], wanted: type) -> bool:
-    """Whether any of the types is, or derives from, the wanted one."""
-    return any(issubclass(kind, wanted) for kind in kinds)
+def _where(pattern: str | type, paths: tuple[str, ...], kinds: tuple[type, ...]) -> set[str]:
+    """By which of its paths a rule matches a module: by all of them if by its type."""
+    if isinstance(pattern, type):
+        return set(paths) if any(issubclass(kind, pattern) for kind in kinds) else set()
+    return {path for path in paths if matches(pattern, path)}
 
 
 def matches(pattern: str, path: str) -> bool:
@@ -112,6 +140,36 @@ def _match(pattern: list[str], path: list[str]) -> bool:
     return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _match(pattern[1:], path[1:])
 
 
+def wanted_pins(
+    book: RuleBook, paths: tuple[str, ...], kinds: tuple[type, ...], layer: Any, vain: str | None = None
+) -> dict[str, Any]:
+    """What rules say that a layer is to pin, as arguments of its `pin`.
+
+    Args:
+        book: the rules.
+        paths: all by which the layer is reached; its rotary embedding is at `rotary` under each.
+        kinds: the layer's types.
+        layer: with `config, backend, config_type`, and perhaps `rotary`.
+        vain: as of `RuleBook.find`.
+
+    Returns:
+        Of `config` and `rotary` those that change.
+
+    Raises:
+        ConfigError: a config of another type or for another back end, or rules that contradict each other.
+    """
+    asked = [("config", paths, kinds, layer, vain)]
+    if (rotary := getattr(layer, "rotary", None)) is not None:
+        inside = tuple(f"{path}.rotary".strip(".") for path in paths)
+        asked.append(("rotary", inside, (type(rotary),), rotary, None))
+    pins = {}
+    for name, where, types, owner, reason in asked:
+        if (value := book.find(where, types, reason)) not in (None, True):
+            pins[name] = None if value is False else check_type(where[0], owner.config_type, value)
+    changed_pins(layer, pins)  # what is wrong with them is an error now, when nothing has changed yet
+    return pins
+
+
 def check_type(path: str, expected: type, config: Any) -> Any:
     """Refuses a config of another kind of layer."""
     if not isinstance(config, expected):
@@ -131,11 +189,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What becomes of a layer: ours, with what it pins, or stock, and why."""
+    """What becomes of a layer: ours, with what it and its rotary embedding pin, or stock, and why."""
 
     ours: bool
     reason: str = ""
     config: Any = None
+    rotary: Any = None
 
 
 class Plan:
@@ -154,17 +213,21 @@ class Plan:
         self.book, self.defaults = RuleBook(rules, pins=not swaps), _defaults(config)
         self.taken: set[type] = set()  # types of config that some layer takes
 
-    def decide(self, path: str, module: Any, ours: type) -> Decision:
-        """What becomes of a module, stock or already of the type `ours`."""
+    def decide(self, paths: tuple[str, ...], module: Any, ours: type, vain: str | None = None) -> Decision:
+        """What becomes of a module, stock or already of the type `ours`; other arguments as of `RuleBook.find`."""
         self.taken.add(ours.config_type)
-        value = self.book.find(path, (type(module), ours))
+        value = self.book.find(paths, (type(module), ours), vain)
         if value is False:
             return Decision(False, "a rule says so")
         if type(module) is not ours and (reason := ours.why_not(module)):
             return Decision(False, reason)
-        if value not in (None, True):
-            return Decision(True, config=check_type(path, ours.config_type, value))
-        return Decision(True, config=self.defaults.get(ours.config_type))
+        if value in (None, True):
+            config = None if vain else self.defaults.get(ours.config_type)
+        else:
+            config = check_type(paths[0], ours.config_type, value)
+        if type(module) is ours and config is not None:
+            changed_pins(module, {"config": config})  # such as one for another back end than the module's is refused
+        return Decision(True, config=config)
 
     def refuse_unused(self) -> None:
         """Raises if a rule matched nothing, or no layer takes a config."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 
@@ -10,6 +10,7 @@ from ejkernel_ops.kernels.config import as_array
 
 from .cache import attend_cached
 from .functional import at_path, attend
+from .rotary import Rotary
 
 
 def head_sizes(features: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
@@ -41,8 +42,70 @@ def head_sizes(features: int, num_heads: int, num_kv_heads: int | None, head_dim
     return num_kv_heads, features // num_heads if head_dim is None else head_dim
 
 
+class AttentionLayer(Protocol):
+    """What a layer says about its attention; see our attention layers for what each means."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees no later ones."""
+        ...
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """Rotary position embedding of queries and keys."""
+        ...
+
+    @property
+    def sliding_window(self) -> int | tuple[int, int] | None:
+        """How many tokens before and after it a token sees."""
+        ...
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """Of the logits; default `head_dim ** -0.5`."""
+        ...
+
+    @property
+    def logits_soft_cap(self) -> float | None:
+        """Logits become `cap * tanh(logits / cap)`."""
+        ...
+
+    @property
+    def precision(self) -> Any:
+        """Of products, as in `jax.lax.Precision`."""
+        ...
+
+    @property
+    def dropout_rate(self) -> float:
+        """Of the probabilities."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """Type to compute in; default that of the operands."""
+        ...
+
+    @property
+    def config(self) -> Any:
+        """What the layer pins of the config of attention."""
+        ...
+
+    @property
+    def backend(self) -> str | None:
+        """The back end that it pins."""
+        ...
+
+    @property
+    def kernel_path(self) -> str | None:
+        """Its dotted path, while `explain` asks for it."""
+        ...
+
+
+_OPTIONS = ("sliding_window", "softmax_scale", "logits_soft_cap", "precision", "config", "backend")
+
+
 def attend_heads(
-    layer: Any,
+    layer: AttentionLayer,
     query: Any,
     key: Any,
     value: Any,
@@ -50,26 +113,21 @@ def attend_heads(
     cache: tuple[Any, Any, Any] | None = None,
     positions: Any = None,
     segment_ids: Any = None,
-    sinks: Any = None,
     dropout_rng: Any = None,
-    path: str | None = None,
     **options: Any,
 ) -> tuple[Any, tuple[Any, Any, Any] | None]:
     """Rotary embedding and attention, with or without a cache, as a layer's attributes say.
 
     Args:
-        layer: with `causal, rotary, sliding_window, softmax_scale, logits_soft_cap, precision, dropout_rate, dtype,
-            config, backend`.
+        layer: the layer.
         query: `(..., length, num_heads, head_dim)`.
         key: `(..., length, num_kv_heads, head_dim)`.
         value: `(..., length, num_kv_heads, head_dim)`.
         cache: keys, values and how many tokens they hold; these tokens are the next ones.
         positions: of the tokens, `(..., length)`; default they count up, from what the cache holds.
         segment_ids: `(..., length)`.
-        sinks: `(num_heads,)`.
         dropout_rng: a key where dropout is on.
-        path: dotted path of the module, while `explain` asks for it.
-        **options: `mask, bias, kv_lengths` of `flash_attention`.
+        **options: `mask, bias, kv_lengths, sinks` of `flash_attention`.
 
     Returns:
         `(..., length, num_heads, head_dim)`, and the cache with these tokens in it.
@@ -81,23 +139,11 @@ def attend_heads(
     """
     if cache is not None:
         _refuse_cache(layer.causal, segment_ids, dropout_rng)
-    mask = options.get("mask")
-    if mask is not None and (mask := as_array("mask", mask)).dtype != jnp.bool_:
-        raise TypeError(f"mask is {mask.dtype}; expected bool, true where a token may see another; add floats as bias")
-    if layer.rotary is None and positions is not None:
-        raise ValueError("positions are given, but the layer has no rotary embedding to use them; leave them out")
-    if layer.rotary is not None:
-        if positions is None:
-            positions = (0 if cache is None else cache[2][..., None]) + jnp.arange(query.shape[-3])
-        with at_path(path):
-            query, key = (layer.rotary(x, jnp.asarray(positions)) for x in (query, key))
-    options |= {
-        "sliding_window": layer.sliding_window, "softmax_scale": layer.softmax_scale, "sinks": sinks,
-        "logits_soft_cap": layer.logits_soft_cap, "precision": layer.precision, "config": layer.config,
-        "backend": layer.backend,
-    }  # fmt: skip
+    _check_mask(options.get("mask"))
+    query, key = _turned(layer, query, key, positions, 0 if cache is None else cache[2][..., None])
+    options |= {name: getattr(layer, name) for name in _OPTIONS}
     dtype = layer.dtype or jnp.result_type(query, key, value)
-    with at_path(path):
+    with at_path(layer.kernel_path):
         if cache is not None:
             out, *after = attend_cached(query, key, value, *cache, dtype=dtype, **options)
             return out, tuple(after)
@@ -107,6 +153,22 @@ def attend_heads(
             dropout_rate=0.0 if dropout_rng is None else layer.dropout_rate, dropout_rng=dropout_rng, **options,
         )  # fmt: skip
         return out, None
+
+
+def _turned(layer: AttentionLayer, query: Any, key: Any, positions: Any, start: Any) -> tuple[Any, Any]:
+    """Queries and keys after the rotary embedding of a layer, if it has one; without positions they count up."""
+    if layer.rotary is None:
+        if positions is not None:
+            raise ValueError("positions are given, but the layer has no rotary embedding to use them; leave them out")
+        return query, key
+    positions = start + jnp.arange(query.shape[-3]) if positions is None else jnp.asarray(positions)
+    with at_path(None if layer.kernel_path is None else f"{layer.kernel_path}.rotary"):
+        return layer.rotary(query, positions), layer.rotary(key, positions)
+
+
+def _check_mask(mask: Any) -> None:
+    if mask is not None and (dtype := as_array("mask", mask).dtype) != jnp.bool_:
+        raise TypeError(f"mask is {dtype}; expected bool, true where a token may see another; add floats as bias")
 
 
 def _refuse_cache(causal: bool, segment_ids: Any, dropout_rng: Any) -> None:

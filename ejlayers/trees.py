@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ejkernel_ops.config.schema import leaf_fields
-
-from .plan import Decision, Plan, Row, RuleBook, check_type
+from .pins import note_of_ours
+from .plan import Decision, Plan, Row, RuleBook, wanted_pins
 
 
 class TreeAdapter:
@@ -34,6 +33,10 @@ class TreeAdapter:
         """Each module of a pytree once, with its dotted path, outermost first and children in order."""
         raise NotImplementedError
 
+    def paths(self, tree: Any) -> Mapping[str, tuple[str, ...]]:
+        """All paths of those modules that are reached by more than one, by their first."""
+        raise NotImplementedError
+
     def changed(self, tree: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
         """The pytree with some modules, by path, replaced by what a function makes of them."""
         raise NotImplementedError
@@ -50,6 +53,15 @@ class TreeAdapter:
         """A copy of modules that shares their parameters."""
         raise NotImplementedError
 
+    def _fused(self, tree: Any) -> dict[int, str]:
+        """The modules whose products are part of another one's kernel, by identity, and which one's."""
+        return {
+            id(part): f"its product is part of the kernel of {path or 'the model'}, a {type(module).__name__}"
+            for path, module in self.modules(tree)
+            if isinstance(module, self.layers) and hasattr(module, "fused")
+            for part in module.fused()
+        }
+
     def alike(self, path: str, module: Any) -> Any:
         """Outermost modules with an equal answer are shown by the same paths; by default none is."""
         return path
@@ -60,10 +72,11 @@ class TreeAdapter:
         A layer in an optimizer's state becomes what that of the model does: its arrays are others, or not there.
         """
         decisions, first = {}, {}
-        modules = list(self.modules(model))
+        modules, paths, fused = list(self.modules(model)), self.paths(model), self._fused(model)
         for path, module, place in self._placed(modules):
             if (ours := self._ours(module)) is not None:
-                decisions[path] = plan.decide(path, first.setdefault(place, module), ours)
+                like, vain = first.setdefault(place, module), fused.get(id(module))
+                decisions[path] = plan.decide(paths.get(path, (path,)), like, ours, vain)
         plan.refuse_unused()
         return self.changed(model, {path: self._change(decision) for path, decision in decisions.items()})
 
@@ -106,17 +119,17 @@ class TreeAdapter:
 
     def rows(self, model: Any, inputs: tuple, kwargs: dict) -> list[Row]:
         """What its layers are."""
-        modules = list(self.modules(model))
+        modules, fused = list(self.modules(model)), self._fused(model)
         is_swapped = any(type(module) in self.replacements.values() for _, module in modules)
         rest = "a rule says so, or it came after the swap" if is_swapped else "not swapped"
-        return [row for path, module in modules if (row := self._row(path, module, rest)) is not None]
+        rows = (self._row(path, module, fused.get(id(module)), rest) for path, module in modules)
+        return [row for row in rows if row is not None]
 
-    def _row(self, path: str, module: Any, rest: str) -> Row | None:
+    def _row(self, path: str, module: Any, fused: str | None, rest: str) -> Row | None:
         """What a layer is; `rest` is why it is a stock one where nothing about it says so."""
         kind = type(module)
         if kind in self.replacements.values():
-            pins = pinned_fields(module)
-            return Row(path, kind.__name__, True, "pinned: " + ", ".join(pins) if pins else "")
+            return Row(path, kind.__name__, True, fused or note_of_ours(module, kind.when_not(module)))
         if kind in self.replacements:
             return Row(path, kind.__name__, False, self.replacements[kind].why_not(module) or rest)
         if isinstance(module, tuple(self.replacements)):
@@ -125,15 +138,12 @@ class TreeAdapter:
 
     def chosen(self, tree: Any, book: RuleBook) -> Callable[[Any], Any]:
         """Asks rules for the configs of a pytree's layers; what it returns makes the pytree that pins them."""
-        changes = {}
+        changes, paths, fused = {}, self.paths(tree), self._fused(tree)
         for path, module in self.modules(tree):
             if not isinstance(module, self.layers):
                 continue
-            value = book.find(path, (type(module),))
-            if value is None or value is True:
-                continue
-            config = check_type(path, module.config_type, value) if value is not False else None
-            changes[path] = lambda module, config=config: module.pin(config=config)
+            if pins := wanted_pins(book, paths.get(path, (path,)), (type(module),), module, fused.get(id(module))):
+                changes[path] = lambda module, pins=pins: module.pin(**pins)
         return lambda tree: self.changed(tree, changes) if changes else tree
 
     def meeting_all(self) -> contextlib.AbstractContextManager:
@@ -162,10 +172,3 @@ def _outermost(modules: list[tuple[str, Any]]) -> dict[str, Any]:
         if last is None or not (last == "" or f"{path}.".startswith(f"{last}.")):
             found[path] = module
     return found
-
-
-def pinned_fields(module: Any) -> list[str]:
-    """What a module pins, as `field=value`."""
-    given = {} if module.config is None else dict(leaf_fields(module.config))
-    given |= {} if module.backend is None else {"backend": module.backend}
-    return [f"{name}={value}" for name, value in given.items() if value is not None]

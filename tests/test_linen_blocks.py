@@ -2,6 +2,7 @@
 
 import itertools
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,12 +124,11 @@ def test_heads_that_do_not_divide_are_refused(width, fields, message):
 def test_dropout_of_attention_draws_anew_and_can_be_off():
     layer, variables = attention()
     dropping = ours.Attention(4, dropout_rate=0.5)
-    first, second = (
-        dropping.apply(variables, X, deterministic=False, rngs={"dropout": jax.random.key(i)}) for i in range(2)
-    )
+    first, second = (dropping.apply(variables, X, rngs={"dropout": jax.random.key(i)}) for i in range(2))
     assert not np.allclose(first, second)
     close(dropping.apply(variables, X, deterministic=True), layer.apply(variables, X))
-    with pytest.raises(ValueError, match="deterministic"):
+    close(dropping.clone(deterministic=True).apply(variables, X), layer.apply(variables, X))
+    with pytest.raises(flax.errors.InvalidRngError, match="dropout"):
         dropping.apply(variables, X)
 
 

@@ -55,11 +55,17 @@ def execute(call: Call, cfg: Any, operands: Sequence[Any], platform: str | None 
     bound = call.arguments(operands)
     method = call.method(cfg, operands, platform)
     extra = {} if call.forward is None else {"needs": call.needs_tree}
-    out = method(*bound.args, **bound.kwargs, cfg=cfg, **extra)
+    with _mixing_types():
+        out = method(*bound.args, **bound.kwargs, cfg=cfg, **extra)
     if call.forward is None:
         return jax.tree.leaves(out)
     wanted = gradient_types(call, operands)
     return [_gradient(call, g, like) for g, like in zip(flatten_gradients(call, out), wanted)]
+
+
+def _mixing_types() -> contextlib.AbstractContextManager:
+    """Kernels add up in other types than those of operands, also where a user's code must not mix any."""
+    return jax.numpy_dtype_promotion("standard")
 
 
 def _gradient(call: Call, gradient: Any, like: Any) -> Any:
@@ -105,7 +111,8 @@ def _cached_output(call: Call, avals: tuple, mesh: Any, x64: bool) -> tuple[Any,
         structure.append(jax.tree.structure(out))
         return jax.tree.leaves(out)
 
-    types = jax.make_jaxpr(traced)(*avals).out_avals
+    with _mixing_types():
+        types = jax.make_jaxpr(traced)(*avals).out_avals
     return structure[0] if structure else None, types
 
 

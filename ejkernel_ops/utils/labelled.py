@@ -49,11 +49,12 @@ def scope_name(text: str) -> str:
     return text.replace("@", "~").replace(":", "~")
 
 
-def labelled(make_label: Callable[[str], str]) -> Callable[[F], F]:
+def labelled(make_label: Callable[[str], str], **marks: str) -> Callable[[F], F]:
     """A decorator that labels the calls of a function in programs.
 
     Args:
         make_label: the label for 16 hex digits.
+        **marks: attributes beside the label; default that there is nothing else.
 
     Raises:
         LabelError: a generator or coroutine, whose call does not yet compute anything.
@@ -72,7 +73,7 @@ def labelled(make_label: Callable[[str], str]) -> Callable[[F], F]:
             _mapped(out, lambda x: traced.append(x) or x)
             if not traced:
                 return out  # outside a trace there is no program
-            outs = iter(marked(traced, _leaves((args, kwargs)), text, ejkernel_cfg=LABEL_ONLY))
+            outs = iter(marked(traced, _leaves((args, kwargs)), text, **{"ejkernel_cfg": LABEL_ONLY, **marks}))
             return _mapped(out, lambda x: next(outs))
 
         return run  # type: ignore[return-value]

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax.tree_util as jtu
 
 from ..check import value_and_grads
+from ..frameworks import is_nnx
 from ..trees import TreeAdapter
 from .attention import Attention
 from .head import LMHead
@@ -41,6 +42,16 @@ class EquinoxAdapter(TreeAdapter):
     def modules(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """Each module of a pytree once, with its dotted path, outermost first and children in order."""
         return _modules(tree, "")
+
+    def paths(self, tree: Any) -> Mapping[str, tuple[str, ...]]:
+        """All paths of those modules that `eqx.nn.Shared` puts in several places, by their first."""
+        found = {path: (path,) for path, _ in self.modules(tree)}
+        for path, module in self.modules(tree):
+            if isinstance(module, eqx.nn.Shared):
+                for place, source in _shared(module, _joined(path, "pytree")):
+                    inside = [p for p in found if p == source or p.startswith(f"{source}.")]
+                    found |= {p: (*found[p], place + p.removeprefix(source)) for p in inside}
+        return found
 
     def changed(self, tree: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
         """The pytree with some modules, by path, replaced by what a function makes of them and their new children."""
@@ -75,6 +86,20 @@ def _modules(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _modules(child, _joined(path, name))
 
 
+def _shared(module: eqx.nn.Shared, path: str) -> Iterator[tuple[str, str]]:
+    """Paths of places that share a node with another place, and of the node."""
+    places, sources = module.where(module.pytree), module.get(module.pytree)
+    pairs = zip(places, sources) if isinstance(places, (tuple, list)) else [(places, sources)]
+    names = {id(node): name for name, node in _nodes(module.pytree, path)}
+    yield from ((names[id(place)], names[id(source)]) for place, source in pairs)
+
+
+def _nodes(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    yield path, tree
+    for name, child in _children(tree)[0]:
+        yield from _nodes(child, _joined(path, name))
+
+
 def _changed(tree: Any, changes: Mapping[str, Callable[[Any], Any]], path: str) -> Any:
     children, structure = _children(tree)
     new = [_changed(child, changes, _joined(path, name)) for name, child in children]
@@ -84,7 +109,9 @@ def _changed(tree: Any, changes: Mapping[str, Callable[[Any], Any]], path: str) 
 
 
 def _children(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """The children of a node by name, and what makes a node of others; of a leaf none."""
+    """The children of a node by name, and what makes a node of others; of a leaf, or a module of Flax NNX, none."""
+    if is_nnx(tree):
+        return [], None
     found, structure = jtu.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if jtu.treedef_is_leaf(structure):
         return [], structure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ejkernel_ops import AttentionConfig
 
 from ..arguments import check_rate, check_rotary
-from ..functional import Rotary
+from ..rotary import Rotary
 from ..self_attention import attend_heads, head_sizes
 from .dropout import dropout_key
 from .linear import Linear
@@ -101,8 +101,8 @@ class Attention(Pinned):
     rotary: Rotary | None = eqx.field(static=True)
 
     config_type = AttentionConfig
-    dtype: ClassVar[Any] = None  # to compute in: that of inputs and parameters, as in all layers of Equinox
-    precision: ClassVar[Any] = None  # JAX's default
+    dtype = None  # to compute in: that of inputs and parameters, as in all layers of Equinox
+    precision = None  # JAX's default
 
     def __init__(
         self,
@@ -198,8 +198,7 @@ class Attention(Pinned):
         heads, after = attend_heads(
             self, query, keys, value, cache=None if cache is None else (cache.key, cache.value, cache.index),
             positions=positions, segment_ids=segment_ids, sinks=self.sinks,
-            dropout_rng=dropout_key(self.dropout, key, inference), path=self.kernel_path, mask=mask, bias=bias,
-            kv_lengths=kv_lengths,
+            dropout_rng=dropout_key(self.dropout, key, inference), mask=mask, bias=bias, kv_lengths=kv_lengths,
         )  # fmt: skip
         out = jax.vmap(self.output_proj)(heads.reshape(len(x), self.num_heads * self.head_dim))
         return out if after is None else (out, Cache(*after))

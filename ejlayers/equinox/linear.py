@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
+from ejkernel_ops.kernels import LINEAR
 
+from ..fallback import no_kernel
 from ..functional import at_path
-from .pinned import Pinned, no_kernel
+from .pinned import Pinned
 
 
 class Linear(Pinned, eqx.nn.Linear):
@@ -37,7 +39,7 @@ class Linear(Pinned, eqx.nn.Linear):
         (2, 4)
     """
 
-    config_type = LinearConfig
+    config_type, kernel_of_layer = LinearConfig, LINEAR
 
     def __init__(self, *args: Any, config: LinearConfig | None = None, backend: str | None = None, **kwargs: Any):
         super().__init__(*args, config=config, backend=backend, **kwargs)
@@ -45,8 +47,8 @@ class Linear(Pinned, eqx.nn.Linear):
     def __call__(self, x: Float[Array, "*in_features"], *, key: Any = None) -> Float[Array, "*out_features"]:
         """The linear map of `(in_features,)`, or of a scalar where `in_features` is "scalar"; `key` has no effect."""
         x = jnp.asarray(x)
-        if no_kernel(x=x, weight=self.weight, bias=self.bias):
-            return super().__call__(x, key=key)
+        if reason := no_kernel(x=x, weight=self.weight, bias=self.bias):
+            return self._stock(reason, super().__call__, x, key=key)
         expected = () if self.in_features == "scalar" else self.weight.shape[-1:]
         if x.shape != expected:
             raise ValueError(f"x has shape {x.shape}; expected {expected}: for more than one use jax.vmap(layer)(x)")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ejkernel_ops import GatedLinearConfig, gated_linear
+from ejkernel_ops import GatedLinearConfig
 
 from ..arguments import check_gate
-from ..functional import activated, at_path
+from ..gated_mlp import gated_apart, gated_product
 from .linear import Linear
 from .pinned import Pinned
 
@@ -53,6 +53,7 @@ class GatedMLP(Pinned):
     activation: str = eqx.field(static=True)
 
     config_type = GatedLinearConfig
+    precision: ClassVar[Any] = None  # JAX's default
 
     def __init__(
         self,
@@ -80,12 +81,22 @@ class GatedMLP(Pinned):
         self, x: Float[Array, "*batch in_features"], *, key: Any = None
     ) -> Float[Array, "*batch out_features"]:
         """From `(..., in_features)` to `(..., out_features)`, a vector or any number of them; `key` has no effect."""
-        if not all(type(layer) in (Linear, eqx.nn.Linear) for layer in (self.gate, self.up)):  # such as one with LoRA
-            gate, up, down = (jnp.vectorize(f, signature="(in)->(out)") for f in (self.gate, self.up, self.down))
-            return down(activated(self.activation, gate(x)) * up(x))
-        with at_path(self.kernel_path):
-            hidden = gated_linear(
-                x, self.gate.weight, self.up.weight, gate_bias=self.gate.bias, up_bias=self.up.bias,
-                activation=self.activation, weight_layout="oi", config=self.config, backend=self.backend,
-            )  # fmt: skip
-        return jnp.vectorize(self.down, signature="(hidden)->(out)")(hidden)
+        down = jnp.vectorize(self.down, signature="(hidden)->(out)")
+        if reason := self._why_apart():
+            gate, up = (jnp.vectorize(layer, signature="(in)->(hidden)") for layer in (self.gate, self.up))
+            return down(gated_apart(self, gate, up, x, reason))
+        parameters = (self.gate.weight, self.up.weight, self.gate.bias, self.up.bias)
+        return down(gated_product(self, x, *parameters, weight_layout="oi"))
+
+    def fused(self) -> tuple[eqx.Module, ...]:
+        """The layers whose products are part of this one's kernel: what they pin has no effect."""
+        return () if self._why_apart() else (self.gate, self.up)
+
+    def _why_apart(self) -> str | None:
+        """Why gate and up are called, not computed by one kernel."""
+        for name, layer in (("gate", self.gate), ("up", self.up)):
+            if type(layer) not in (Linear, eqx.nn.Linear):  # such as a layer with LoRA
+                return f"{name} is a {type(layer).__name__}"
+            if reason := Linear.why_not(layer):
+                return f"{reason} in {name}"
+        return None

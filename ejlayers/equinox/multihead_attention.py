@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from ejkernel_ops import AttentionConfig
+from ejkernel_ops.kernels import ATTENTION
 
+from ..fallback import no_kernel, no_type
 from ..functional import at_path, attend
 from .dropout import dropout_key
 from .pinned import Pinned
@@ -25,7 +27,7 @@ class MultiheadAttention(Pinned, eqx.nn.MultiheadAttention):
     Takes all of the stock constructor's arguments; the projections are stock layers until `swap` replaces them. Under
     `jax.vmap`, nested or not, a batch is one kernel call. Queries that may see no key give 0, where Equinox gives the
     mean of the values. Dropout draws other bits than Equinox's, as many and for each head its own; one with a
-    probability that is traced, or 1, runs as Equinox's own.
+    probability that is an array runs as Equinox's own.
 
     Args:
         *args: as `eqx.nn.MultiheadAttention`.
@@ -44,7 +46,7 @@ class MultiheadAttention(Pinned, eqx.nn.MultiheadAttention):
         (4, 3, 8)
     """
 
-    config_type = AttentionConfig
+    config_type, kernel_of_layer = AttentionConfig, ATTENTION
 
     def __init__(self, *args: Any, config: AttentionConfig | None = None, backend: str | None = None, **kwargs: Any):
         super().__init__(*args, config=config, backend=backend, **kwargs)
@@ -83,19 +85,43 @@ class MultiheadAttention(Pinned, eqx.nn.MultiheadAttention):
             warnings.warn("deterministic= is deprecated by Equinox: pass inference=", stacklevel=2)
             inference = deterministic
         _check_inputs(query=query, key_=key_, value=value)
-        key, rate = dropout_key(self.dropout, key, inference), self.dropout.p
-        if key is not None and not (isinstance(rate, (int, float)) and rate < 1):
-            return super().__call__(query, key_, value, mask, key=key, inference=False, process_heads=process_heads)
+        key, stock = dropout_key(self.dropout, key, inference), super().__call__
+
+        def run_stock(reason):
+            options = {"key": key, "inference": key is None, "process_heads": process_heads}
+            return self._stock(reason, stock, query, key_, value, mask, **options)
+
+        if key is not None and (reason := _no_dropout(self.dropout)):
+            return run_stock(reason)
         inputs = ((self.query_proj, query), (self.key_proj, key_), (self.value_proj, value))
         heads = tuple(jax.vmap(layer)(x).reshape(len(x), self.num_heads, -1) for layer, x in inputs)
         heads = heads if process_heads is None else _processed(process_heads, heads)
         dtype = jnp.result_type(*heads)
+        if reason := no_type(dtype):
+            return run_stock(reason)
         with at_path(self.kernel_path):
             out = attend(
                 *(x.astype(dtype) for x in heads), mask=_checked_mask(mask, self.num_heads, len(query), len(key_)),
-                dropout_rate=0.0 if key is None else rate, dropout_rng=key, config=self.config, backend=self.backend,
+                dropout_rate=0.0 if key is None else self.dropout.p, dropout_rng=key, config=self.config,
+                backend=self.backend,
             )  # fmt: skip
         return jax.vmap(self.output_proj)(out.reshape(len(query), math.prod(out.shape[1:])))
+
+    @classmethod
+    def why_not(cls, module: eqx.nn.MultiheadAttention) -> str | None:
+        """Why a stock module cannot become this one; `None` where it can."""
+        weights = {f"{n}.weight": getattr(getattr(module, n), "weight", None) for n in ("query_proj", "key_proj")}
+        return no_kernel(**{name: weight for name, weight in weights.items() if eqx.is_array_like(weight)})
+
+    @classmethod
+    def when_not(cls, module: eqx.nn.MultiheadAttention) -> str | None:
+        """When a module of ours computes as the stock one, as far as its fields say; `None` if never."""
+        return cls.why_not(module) or _no_dropout(module.dropout)
+
+
+def _no_dropout(dropout: eqx.nn.Dropout) -> str | None:
+    """Why no kernel drops probabilities as a module of Equinox does; `None` where one does."""
+    return None if isinstance(dropout.p, (int, float)) else "dropout with a p that is an array"
 
 
 def _check_inputs(**inputs: Any) -> None:

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ejkernel_ops import NormConfig, layer_norm, rms_norm
+from ejkernel_ops.kernels import LAYER_NORM, RMS_NORM
 
+from ..fallback import no_kernel
 from ..functional import at_path
-from .pinned import Pinned, no_kernel
+from .pinned import Pinned
 
 _NO_STATE: Any = object()  # None is a state that may be passed
 
@@ -31,8 +33,8 @@ class _Norm(Pinned):
         x = jnp.asarray(x)
         if x.shape != self.shape:
             raise ValueError(f"x has shape {x.shape}; expected {self.shape}: for more than one use jax.vmap(layer)(x)")
-        if no_kernel(x=x) or self.why_not(self):
-            return super().__call__(x, *given, key=key)  # pyright: ignore[reportAttributeAccessIssue]
+        if reason := no_kernel(x=x) or self.why_not(self):
+            return self._stock(reason, super().__call__, x, *given, key=key)  # pyright: ignore[reportAttributeAccessIssue]
         parameters = (self.weight if self.use_weight else None, self.bias if self.use_bias else None)
         rows = (None if a is None else a.reshape(x.size) for a in (x, *parameters))
         with at_path(self.kernel_path):
@@ -65,7 +67,7 @@ class LayerNorm(_Norm, eqx.nn.LayerNorm):
         (2, 3)
     """
 
-    kernel = staticmethod(layer_norm)
+    kernel, kernel_of_layer = staticmethod(layer_norm), LAYER_NORM
 
     def __init__(self, *args: Any, config: NormConfig | None = None, backend: str | None = None, **kwargs: Any):
         super().__init__(*args, config=config, backend=backend, **kwargs)
@@ -91,7 +93,7 @@ class RMSNorm(_Norm, eqx.nn.RMSNorm):
         (2, 3)
     """
 
-    kernel = staticmethod(rms_norm)
+    kernel, kernel_of_layer = staticmethod(rms_norm), RMS_NORM
 
     def __init__(self, *args: Any, config: NormConfig | None = None, backend: str | None = None, **kwargs: Any):
         super().__init__(*args, config=config, backend=backend, **kwargs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax.numpy as jnp
 
-from ejkernel_ops.kernels.config import explicit_config
-
-_FIELDS = {"config": "config", "backend": "backend", "path": "kernel_path"}
+from ..fallback import run_stock
+from ..pins import changed_pins, check_pins
 
 
 class Pinned(eqx.Module):
@@ -21,30 +20,37 @@ class Pinned(eqx.Module):
         backend: the back end that the module pins.
         kernel_path: the module's dotted path, while `explain` asks for it.
         config_type: the config of the layer's op.
+        kernel_of_layer: the kernel of the layer's op.
     """
 
     config: Any = eqx.field(default=None, static=True, kw_only=True)
     backend: str | None = eqx.field(default=None, static=True, kw_only=True)
     kernel_path: str | None = eqx.field(default=None, static=True, kw_only=True)
     config_type: ClassVar[type]
+    kernel_of_layer: ClassVar[Any]
 
     def __init__(self, *args: Any, config: Any = None, backend: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)  # of the stock class, which is the next one
-        explicit_config(self.config_type, config, None, backend)  # an error now, not later
         self.config, self.backend, self.kernel_path = config, backend, None
+        check_pins(self)
 
     def pin(self, **fields: Any) -> Any:
         """Returns the module with another `config`, `backend` or `path`; jitted functions retrace once."""
-        if unknown := sorted(fields.keys() - _FIELDS):
-            raise TypeError(f"{unknown[0]} is nothing that a module pins; expected {', '.join(_FIELDS)}")
-        config, backend = fields.get("config", self.config), fields.get("backend", self.backend)
-        explicit_config(self.config_type, config, None, backend)
-        return remade(self, type(self), **{_FIELDS[name]: value for name, value in fields.items()})
+        return remade(self, type(self), **changed_pins(self, fields))
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
         """Why a stock module cannot become this one; `None` where it can."""
         return None
+
+    @classmethod
+    def when_not(cls, module: Any) -> str | None:
+        """When a module of ours computes as the stock one, as far as its fields say; `None` if never."""
+        return cls.why_not(module)
+
+    def _stock(self, reason: str, run: Callable, *args: Any, **kwargs: Any) -> Any:
+        """The stock layer's own call."""
+        return run_stock(self.kernel_of_layer, self.kernel_path, reason, run, *args, **kwargs)
 
 
 def remade(module: Any, kind: type, **changes: Any) -> Any:
@@ -54,17 +60,3 @@ def remade(module: Any, kind: type, **changes: Any) -> Any:
         if field.name in values:
             object.__setattr__(made, field.name, values[field.name])
     return made
-
-
-def no_kernel(**arrays: Any) -> str | None:
-    """Why no kernel takes arrays of these kinds; `None` where one does.
-
-    What is no array, such as the place of a weight that is tied to another one, is none yet: that is no reason.
-    """
-    for name, x in arrays.items():
-        if isinstance(x, eqx.Module):
-            return f"{name} is a {type(x).__name__}"
-        dtype = jnp.dtype(getattr(x, "dtype", "float32"))
-        if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-            return f"{name} is {dtype}"
-    return None

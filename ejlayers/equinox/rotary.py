@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ejkernel_ops import RotaryConfig, rotary_embedding
 
+from ..fallback import no_kernel
 from ..functional import at_path
 from .pinned import Pinned
 
@@ -68,9 +71,14 @@ class RotaryPositionalEmbedding(Pinned, eqx.nn.RotaryPositionalEmbedding):
             raise ValueError(f"offset has shape {offset.shape}; expected one integer: for one per example use jax.vmap")
         if not jnp.issubdtype(offset.dtype, jnp.integer):
             raise TypeError(f"offset is {offset.dtype}; expected an integer, the position of the first token")
+        positions = offset + jnp.arange(x.shape[0])
+        if jnp.iscomplexobj(x):  # a rotation is linear
+            return lax.complex(self._turned(x.real, positions), self._turned(x.imag, positions))
+        if no_kernel(x=x):  # rounded at the end, as in the stock layer
+            return self._turned(x.astype(jnp.float32), positions).astype(x.dtype)
+        return self._turned(x, positions)
+
+    def _turned(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        options = {"theta": self.theta, "config": self.config, "backend": self.backend}
         with at_path(self.kernel_path):
-            out = rotary_embedding(
-                x[None, :, None], offset + jnp.arange(x.shape[0]), theta=self.theta, config=self.config,
-                backend=self.backend,
-            )  # fmt: skip
-        return out[0, :, 0]
+            return rotary_embedding(x[None, :, None], positions, **options)[0, :, 0]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ejkernel_ops import AttentionConfig
 
 from ..arguments import check_rate, check_rotary
-from ..functional import Rotary
+from ..rotary import Rotary
 from ..self_attention import attend_heads, head_sizes
 from .linear import DenseGeneral
 from .norm import RMSNorm
@@ -42,7 +42,7 @@ class Attention(Pinned, nn.Module):
         qk_norm: whether queries and keys of each head go through `RMSNorm`.
         rotary: rotary position embedding of queries and keys, or `None`.
         dropout_rate: of the probabilities.
-        deterministic: whether dropout is off; may be said in the call instead.
+        deterministic: whether dropout is off, where the call does not say.
         use_bias: whether the linear layers have biases.
         dtype: type to compute in; default that of inputs and parameters.
         param_dtype: type of the parameters.
@@ -80,7 +80,7 @@ class Attention(Pinned, nn.Module):
     qk_norm: bool = False
     rotary: Rotary | None = None
     dropout_rate: float = 0.0
-    deterministic: bool | None = None
+    deterministic: bool = False
     use_bias: bool = False
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -121,7 +121,7 @@ class Attention(Pinned, nn.Module):
             bias: added to the logits, broadcastable in the same way.
             segment_ids: `(..., length)` integers: tokens see those with the same one; negative ones see nothing.
             kv_lengths: `(...)` integers: tokens from there on are seen by none.
-            deterministic: whether dropout is off; only needed where there is a `dropout_rate`.
+            deterministic: whether dropout is off; default what the module says.
 
         Returns:
             The outputs.
@@ -143,8 +143,8 @@ class Attention(Pinned, nn.Module):
         cache = self._cache(key, value) if self.decode else None
         out, after = attend_heads(
             self, query, key, value, cache=tuple(x.value for x in cache) if cache else None, positions=positions,
-            segment_ids=segment_ids, sinks=sinks, dropout_rng=self._dropout_rng(deterministic),
-            path=self.kernel_path, mask=mask, bias=bias, kv_lengths=kv_lengths,
+            segment_ids=segment_ids, sinks=sinks, dropout_rng=self._dropout_rng(deterministic), mask=mask, bias=bias,
+            kv_lengths=kv_lengths,
         )  # fmt: skip
         for variable, new in zip(cache or (), after or ()):
             variable.value = new
@@ -161,6 +161,6 @@ class Attention(Pinned, nn.Module):
         return cache if is_there else None
 
     def _dropout_rng(self, deterministic: bool | None) -> Any:
-        if self.dropout_rate == 0.0 or nn.merge_param("deterministic", self.deterministic, deterministic):
+        if self.dropout_rate == 0.0 or (self.deterministic if deterministic is None else deterministic):
             return None
         return self.make_rng("dropout")

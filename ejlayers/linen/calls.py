@@ -6,18 +6,17 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import types
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from flax import linen as nn
 
+from ..pins import note_of_ours
 from ..plan import Decision, Plan, Row
-from ..trees import pinned_fields
-from .changes import Change, ours_for, undecided
+from .changes import Change, as_decided, ours_for, undecided
 from .layers import METHODS, REPLACEMENTS, STOCK
-from .twins import is_twin, twin, undecorated
+from .twins import is_twin, undecorated
 
 _numbers = itertools.count(1)
 
@@ -91,11 +90,11 @@ def _intercept(run: Any, args: tuple, kwargs: dict, context: nn.module.Intercept
             _record(module, Decision(False, "a subclass: swap its parent by hand if they compute the same"))
         return run(*args, **kwargs)
     decision = _decide(module, kind, ours)
-    _record(module, decision)
+    _record(module, decision, ours)
     if not decision.ours and not isinstance(module, ours):
         return run(*args, **kwargs)
     target = ours if decision.ours else STOCK[ours]
-    seen = twin(module, target, config=decision.config, backend=getattr(module, "backend", None))
+    seen = as_decided(module, target, decision)
     return _under_later_ones(functools.partial(undecorated(target, method), seen), context)(*args, **kwargs)
 
 
@@ -125,13 +124,13 @@ def _decide(module: Any, kind: type, ours: type) -> Decision:
     return decision
 
 
-def _record(module: Any, decision: Decision) -> None:
+def _record(module: Any, decision: Decision, ours: Any = None) -> None:
     """Keeps what became of a layer for a report of the outermost model."""
     outermost: Call = _calls.value[0]
     path = ".".join(module.path[len(outermost.root) :])
-    pins = types.SimpleNamespace(config=decision.config, backend=getattr(module, "backend", None))
-    fields = pinned_fields(pins) if decision.ours else []
-    note = "pinned: " + ", ".join(fields) if fields else decision.reason
+    note = decision.reason
+    if decision.ours:
+        note = note_of_ours(as_decided(module, ours, decision), ours.when_not(module))
     outermost.rows[path] = Row(path, type(module).__name__, decision.ours, note)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..plan import Decision, Plan, check_type
+from ..plan import Decision, Plan, wanted_pins
 from .layers import LAYERS, REPLACEMENTS, STOCK
+from .twins import twin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +45,18 @@ class Change:
     def applied(self, plan: Plan, path: str, module: Any, ours: type, before: Decision) -> Decision:
         """What becomes of a layer after what was decided before."""
         path = f"{self.at}.{path}".strip(".")
+        for name in getattr(ours, "fused", ()):
+            vain = f"its product is part of the kernel of {path or 'the model'}, a {ours.__name__}"
+            plan.book.find((f"{path}.{name}".strip("."),), (), vain)
         if self.swaps:
             if ours not in STOCK:
                 return before
-            now = plan.decide(path, module, ours)
+            now = plan.decide((path,), module, ours)
             return dataclasses.replace(now, config=before.config) if now.config is None else now
-        if not before.ours or (value := plan.book.find(path, (type(module), ours))) in (None, True):
+        if not before.ours:
             return before
-        config = None if value is False else check_type(path, ours.config_type, value)
-        return dataclasses.replace(before, config=config)
+        pins = wanted_pins(plan.book, (path,), (type(module), ours), as_decided(module, ours, before))
+        return dataclasses.replace(before, **pins)
 
 
 def ours_for(kind: type) -> type | None:
@@ -60,8 +64,16 @@ def ours_for(kind: type) -> type | None:
     return kind if issubclass(kind, LAYERS) else REPLACEMENTS.get(kind)
 
 
+def as_decided(module: Any, target: type, decision: Decision) -> Any:
+    """A layer as it runs: a twin of a class, with what a decision pins."""
+    pins = {"config": decision.config, "backend": getattr(module, "backend", None)}
+    if (rotary := getattr(module, "rotary", None)) is not None:
+        pins["rotary"] = rotary.pin(config=decision.rotary)
+    return twin(module, target, **pins)
+
+
 def undecided(module: Any, kind: type, ours: type) -> Decision:
     """What a layer is without any change."""
     if kind is ours:
-        return Decision(True, config=module.config)
+        return Decision(True, config=module.config, rotary=getattr(getattr(module, "rotary", None), "config", None))
     return Decision(False, ours.why_not(module) or "not swapped")

@@ -10,10 +10,10 @@ from flax.linen import dtypes
 from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
+from ejkernel_ops.kernels import LINEAR
 
 from ..functional import at_path
-from .pinned import Pinned, custom_promotion
-from .twins import undecorated
+from .pinned import Pinned, custom_types, no_type_of_call
 
 _promoted: Any = dtypes.promote_dtype  # whose type says that each result may be None
 
@@ -40,12 +40,12 @@ class Embed(Pinned, nn.Embed):
     config: LinearConfig | None = dataclasses.field(default=None, kw_only=True)
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
-    config_type = LinearConfig
+    config_type, kernel_of_layer = LinearConfig, LINEAR
 
     def attend(self, query: Float[Array, "*batch features"]) -> Float[Array, "*batch num_embeddings"]:
         """Logits `(..., num_embeddings)` of `(..., features)`; the embedding is not copied into another layout."""
-        if self.why_not(self):
-            return undecorated(nn.Embed, "attend")(self, query)
+        if reason := self.why_not(self) or no_type_of_call(self, query, "embedding"):
+            return self._stock(reason, nn.Embed, "attend", query)
         query, embedding = _promoted(query, self.embedding, dtype=self.dtype)
         with at_path(self.kernel_path):
             return linear(query, embedding, weight_layout="oi", config=self.config, backend=self.backend)
@@ -53,4 +53,4 @@ class Embed(Pinned, nn.Embed):
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
         """Why a stock module cannot become this one; `None` where it can."""
-        return custom_promotion(module)
+        return custom_types(module)

@@ -11,20 +11,21 @@ from flax.linen import dtypes
 from jaxtyping import Array, Float, Shaped
 
 from ejkernel_ops import AttentionConfig
-from ejkernel_ops.kernels.config import explicit_config
+from ejkernel_ops.kernels import ATTENTION
 
 from ..cache import attend_cached_by
-from ..fallback import tell_fallback
+from ..fallback import no_attention, run_stock
 from ..functional import at_path, attend, zero_where_unseen
+from ..pins import check_pins
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelAttention:
     """An `attention_fn` for `nn.MultiHeadDotProductAttention` that honours every argument that Flax passes.
 
-    The softmax is in float32, whatever `force_fp32_for_softmax` says. Three things have no kernel and run as Flax's own
-    attention, with one log line: sown attention weights, products of one's own, and dropout that is shared over batch
-    and heads (`broadcast_dropout=True`, Flax's default).
+    The softmax is in float32, whatever `force_fp32_for_softmax` says. Some things have no kernel and run as Flax's own
+    attention, with one log line: sown attention weights, products of one's own, dropout that is shared over batch and
+    heads (`broadcast_dropout=True`, Flax's default) or of everything, complex numbers.
 
     Args:
         config: back end and tile sizes; what it leaves open is chosen.
@@ -45,8 +46,10 @@ class KernelAttention:
     backend: str | None = None
     path: str | None = None
 
+    config_type = AttentionConfig
+
     def __post_init__(self):
-        explicit_config(AttentionConfig, self.config, None, self.backend)  # what is wrong with them is an error now
+        check_pins(self)
 
     def __call__(  # Flax passes those arguments that it finds in the signature: each has to be named
         self,
@@ -68,30 +71,29 @@ class KernelAttention:
         attn_weights_value_einsum: Any = None,
     ) -> Float[Array, "*batch q_len num_heads v_dim"]:
         """Attention as `nn.dot_product_attention` computes it; rows without a visible key give 0."""
-        dropping = dropout_rate > 0.0 and not deterministic
-        products = (einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum)
-        if reason := _no_kernel(module is not None, dropping and broadcast_dropout, any(products)):
-            tell_fallback(reason)
-            out = nn.dot_product_attention(
-                query, key, value, bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic, dtype,
-                precision, module, force_fp32_for_softmax, *products,
+        options = {
+            "broadcast_dropout": broadcast_dropout, "dropout_rate": dropout_rate, "deterministic": deterministic,
+            "dtype": dtype, "module": module, "einsum_dot_general": einsum_dot_general,
+            "qk_attn_weights_einsum": qk_attn_weights_einsum, "attn_weights_value_einsum": attn_weights_value_einsum,
+        }  # fmt: skip
+        if reason := self.why_not(query, key, value, **options):
+            out = run_stock(
+                ATTENTION, self.path, reason, nn.dot_product_attention, query, key, value, bias, mask,
+                precision=precision, dropout_rng=dropout_rng, force_fp32_for_softmax=force_fp32_for_softmax, **options,
             )  # fmt: skip
             return zero_where_unseen(out, mask)
         query, key, value = dtypes.promote_dtype(query, key, value, dtype=dtype)
         with at_path(self.path):
             return attend(
                 query, key, value, bias=bias, mask=mask, precision=precision, config=self.config, backend=self.backend,
-                dropout_rate=dropout_rate if dropping else 0.0, dropout_rng=dropout_rng,
+                dropout_rate=0.0 if deterministic else dropout_rate, dropout_rng=dropout_rng,
             )  # fmt: skip
 
-
-def _no_kernel(sowing: bool, shared_dropout: bool, own_products: bool) -> str | None:
-    """What of a call has no kernel."""
-    if sowing:
-        return "sow_weights=True"
-    if shared_dropout:
-        return "broadcast_dropout=True"
-    return "products of one's own" if own_products else None
+    @staticmethod
+    def why_not(query: Any, key: Any, value: Any, **options: Any) -> str | None:
+        """Why no kernel takes a call; `None` where one does."""
+        ignored = ("mask", "precision", "dropout_rng", "force_fp32_for_softmax")
+        return no_attention(query, key, value, **{n: x for n, x in options.items() if n not in ignored})
 
 
 @dataclasses.dataclass(frozen=True)

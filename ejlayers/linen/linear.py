@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,20 +11,20 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
-from jax import lax
 from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
+from ejkernel_ops.kernels import LINEAR
 
+from ..fallback import no_dense
 from ..functional import at_path, einsum_as_linear, linear_over_axes, with_bias
-from .pinned import Pinned, custom_promotion
-from .twins import undecorated
+from .pinned import Pinned, custom_types, no_type_of_call
 
 
 class _LinearMap(Pinned):
     """A layer whose product is a kernel: its operands in the types that Flax computes in."""
 
-    config_type = LinearConfig
+    config_type, kernel_of_layer = LinearConfig, LINEAR
 
     def _linear(self: Any, run: Any, inputs: Any, kernel: Any, bias: Any, **options: Any) -> Any:
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
@@ -31,12 +32,14 @@ class _LinearMap(Pinned):
         with at_path(self.kernel_path):
             return run(inputs, kernel, bias, **options)
 
+    def _why_stock(self: Any, inputs: Any) -> str | None:
+        """Why a call computes as the stock layer does; `None` where it is a kernel's."""
+        return self.why_not(self) or no_type_of_call(self, inputs, "kernel", *["bias"] * self.use_bias)
+
     @classmethod
     def why_not(cls, module: Any) -> str | None:
         """Why a stock module cannot become this one; `None` where it can."""
-        if module.dot_general not in (None, lax.dot_general) or module.dot_general_cls is not None:
-            return "custom dot_general"
-        return custom_promotion(module)
+        return no_dense(module) or custom_types(module)
 
 
 def dense_params(module: Any, in_features: int) -> tuple[Any, Any]:
@@ -72,8 +75,8 @@ class Dense(_LinearMap, nn.Dense):
     @nn.compact
     def __call__(self, inputs: Float[Array, "*batch in_features"]) -> Float[Array, "*batch features"]:
         """The linear map over the last axis of `(..., in_features)`; returns `(..., features)`."""
-        if self.why_not(self):
-            return undecorated(nn.Dense, "__call__")(self, inputs)
+        if reason := self._why_stock(inputs):
+            return self._stock(reason, nn.Dense, "__call__", inputs)
         return self._linear(linear, inputs, *dense_params(self, jnp.shape(inputs)[-1]))
 
 
@@ -103,23 +106,14 @@ class DenseGeneral(_LinearMap, nn.DenseGeneral):
     @nn.compact
     def __call__(self, inputs: Float[Array, "..."]) -> Float[Array, "..."]:
         """The linear map over the layer's axes of an array; the new axes come last."""
-        if self.why_not(self):
-            return undecorated(nn.DenseGeneral, "__call__")(self, inputs)
+        if reason := self._why_stock(inputs):
+            return self._stock(reason, nn.DenseGeneral, "__call__", inputs)
         axes = sorted(axis % inputs.ndim for axis in _several(self.axis))  # the kernel's order, as in the stock layer
         ins, outs = tuple(inputs.shape[axis] for axis in axes), _several(self.features)
         kernel_init, bias_init = _flat(self.kernel_init, math.prod(ins)), _flat(self.bias_init)
         kernel = self.param("kernel", kernel_init, ins + outs, self.param_dtype)
         bias = self.param("bias", bias_init, outs, self.param_dtype) if self.use_bias else None
-
-        def product(x, kernel, bias, **options):
-            return linear_over_axes(x, kernel, bias, axes, **options)
-
-        return self._linear(product, inputs, kernel, bias)
-
-    @classmethod
-    def why_not(cls, module: Any) -> str | None:
-        """Why a stock module cannot become this one; `None` where it can."""
-        return "batch axes" if module.batch_dims else super().why_not(module)
+        return self._linear(functools.partial(linear_over_axes, axes=axes), inputs, kernel, bias)
 
 
 class Einsum(_LinearMap, nn.Einsum):
@@ -149,9 +143,11 @@ class Einsum(_LinearMap, nn.Einsum):
     @nn.compact
     def __call__(self, inputs: Float[Array, "..."], einsum_str: str | None = None) -> Float[Array, "..."]:
         """The product of inputs and kernel by the equation of the layer, or of the call."""
-        product = einsum_as_linear(self.einsum_str or einsum_str, jnp.ndim(inputs))
-        if product is None or self.why_not(self) or None not in (self.einsum_str, einsum_str):
-            return undecorated(nn.Einsum, "__call__")(self, inputs, einsum_str)
+        equation, is_one = self.einsum_str or einsum_str, None in (self.einsum_str, einsum_str)
+        product, reason = einsum_as_linear(equation, jnp.ndim(inputs)) if is_one else None, self._why_stock(inputs)
+        if product is None or reason:
+            reason = reason or f"{equation} is no linear map"
+            return self._stock(reason, nn.Einsum, "__call__", inputs, einsum_str)
         outs = tuple(self.shape[axis] for axis in product.kernel_axes[len(product.axes) :])
         kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
         bias = self.param("bias", self.bias_init, outs, self.param_dtype) if self.use_bias else None
@@ -164,7 +160,7 @@ class Einsum(_LinearMap, nn.Einsum):
         """Why a stock module cannot become this one; `None` where it can."""
         if module.einsum_str is not None and einsum_as_linear(module.einsum_str) is None:
             return f"{module.einsum_str} is no linear map"
-        return custom_promotion(module)
+        return custom_types(module)
 
 
 def _several(numbers: int | Sequence[int]) -> tuple[int, ...]:

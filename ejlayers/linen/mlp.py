@@ -11,10 +11,10 @@ from flax.linen import dtypes, initializers
 from flax.linen.linear import default_kernel_init
 from jaxtyping import Array, Float
 
-from ejkernel_ops import GatedLinearConfig, gated_linear
+from ejkernel_ops import GatedLinearConfig
 
 from ..arguments import check_gate
-from ..functional import at_path
+from ..gated_mlp import gated_product
 from .linear import Dense, dense_params
 from .pinned import Pinned
 
@@ -63,6 +63,7 @@ class GatedMLP(Pinned, nn.Module):
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
     config_type = GatedLinearConfig
+    fused = ("gate", "up")  # whose products are part of the kernel: there is nothing that they could pin
 
     def __post_init__(self) -> None:
         """Refuses what is wrong with the fields where the layer is made."""
@@ -77,12 +78,7 @@ class GatedMLP(Pinned, nn.Module):
         gate, gate_bias = _DenseParams(self.hidden_features, name="gate", **made)(jnp.shape(x)[-1])
         up, up_bias = _DenseParams(self.hidden_features, name="up", **made)(jnp.shape(x)[-1])
         operands = dtypes.promote_dtype(x, gate, up, gate_bias, up_bias, dtype=self.dtype)
-        x, gate, up, gate_bias, up_bias = operands
-        with at_path(self.kernel_path):
-            hidden = gated_linear(
-                x, gate, up, gate_bias=gate_bias, up_bias=up_bias, activation=self.activation,
-                precision=self.precision, config=self.config, backend=self.backend,
-            )  # fmt: skip
+        hidden = gated_product(self, *operands)
         return Dense(out_features, dtype=self.dtype, precision=self.precision, name="down", **made)(hidden)
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Shaped
 
 from ejkernel_ops import AttentionConfig, ConfigError
 
+from ..fallback import no_dropout, no_type
 from .kernel_attention import CachedAttention, KernelAttention
 from .pinned import Pinned
 from .twins import twin, undecorated
@@ -40,8 +41,14 @@ class _KernelHeads(Pinned):
         """Why a stock module cannot become this one; `None` where it can."""
         if module.attention_fn is not nn.dot_product_attention:
             return "custom attention_fn"
-        own_products = module.qk_attn_weights_einsum_cls or module.attn_weights_value_einsum_cls
-        return "custom products of attention" if own_products else None
+        if module.qk_attn_weights_einsum_cls or module.attn_weights_value_einsum_cls:
+            return "custom products of attention"
+        return no_type(module.param_dtype if module.dtype is None else module.dtype)
+
+    @classmethod
+    def when_not(cls, module: Any) -> str | None:
+        """When a module of ours computes as the stock one, as far as its fields say; `None` if never."""
+        return cls.why_not(module) or no_dropout(module.dropout_rate, module.broadcast_dropout)
 
 
 class MultiHeadDotProductAttention(_KernelHeads, nn.MultiHeadDotProductAttention):

@@ -11,10 +11,11 @@ from flax.linen import dtypes
 from jaxtyping import Array, Float
 
 from ejkernel_ops import NormConfig, layer_norm, rms_norm
+from ejkernel_ops.kernels import LAYER_NORM, RMS_NORM
 
+from ..fallback import no_norm
 from ..functional import at_path
-from .pinned import Pinned
-from .twins import undecorated
+from .pinned import Pinned, custom_types, no_type_of_call
 
 
 class _Norm(Pinned):
@@ -32,14 +33,16 @@ class _Norm(Pinned):
     def _parameter(self: Any, name: str, is_used: bool, init: Any, x: Any) -> Any:
         return self.param(name, init, (jnp.shape(x)[-1],), self.param_dtype) if is_used else None
 
+    def _why_stock(self: Any, x: Any, mask: Any) -> str | None:
+        """Why a call computes as the stock layer does; `None` where it is a kernel's."""
+        used = {"scale": self.use_scale, "bias": getattr(self, "use_bias", False)}
+        reason = "mask" if mask is not None else self.why_not(self)
+        return reason or no_type_of_call(self, x, *(name for name, is_used in used.items() if is_used))
+
     @classmethod
     def why_not(cls, module: Any) -> str | None:
         """Why a stock module cannot become this one; `None` where it can."""
-        if module.axis_name is not None:
-            return f"statistics over the devices of the axis {module.axis_name!r}"
-        if module.reduction_axes not in (-1, (-1,)) or module.feature_axes not in (-1, (-1,)):
-            return "axes other than the last one"
-        return None
+        return no_norm(module) or custom_types(module)
 
 
 class RMSNorm(_Norm, nn.RMSNorm):
@@ -65,11 +68,13 @@ class RMSNorm(_Norm, nn.RMSNorm):
     config: NormConfig | None = dataclasses.field(default=None, kw_only=True)
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
+    kernel_of_layer = RMS_NORM
+
     @nn.compact
     def __call__(self, x: Float[Array, "*batch features"], *, mask: Any = None) -> Float[Array, "*batch features"]:
         """The norm of `(..., features)`."""
-        if mask is not None or self.why_not(self):
-            return undecorated(nn.RMSNorm, "__call__")(self, x, mask=mask)
+        if reason := self._why_stock(x, mask):
+            return self._stock(reason, nn.RMSNorm, "__call__", x, mask=mask)
         return self._norm(rms_norm, x, scale=self._parameter("scale", self.use_scale, self.scale_init, x))
 
 
@@ -97,11 +102,13 @@ class LayerNorm(_Norm, nn.LayerNorm):
     config: NormConfig | None = dataclasses.field(default=None, kw_only=True)
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
+    kernel_of_layer = LAYER_NORM
+
     @nn.compact
     def __call__(self, x: Float[Array, "*batch features"], *, mask: Any = None) -> Float[Array, "*batch features"]:
         """The norm of `(..., features)`."""
-        if mask is not None or self.why_not(self):
-            return undecorated(nn.LayerNorm, "__call__")(self, x, mask=mask)
+        if reason := self._why_stock(x, mask):
+            return self._stock(reason, nn.LayerNorm, "__call__", x, mask=mask)
         scale = self._parameter("scale", self.use_scale, self.scale_init, x)
         bias = self._parameter("bias", self.use_bias, self.bias_init, x)
         return self._norm(layer_norm, x, scale=scale, bias=bias)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import jax
 from flax import linen as nn
+from flax.core import meta
 from flax.linen import dtypes
 
-from ejkernel_ops.kernels.config import explicit_config
-
+from ..fallback import no_type, run_stock
 from ..functional import explaining
+from ..pins import check_pins
+from .twins import undecorated
 
 
 class Pinned:
@@ -17,13 +20,15 @@ class Pinned:
 
     Attributes:
         config_type: the config of the layer's op.
+        kernel_of_layer: the kernel of the layer's op.
     """
 
     config_type: ClassVar[type]
+    kernel_of_layer: ClassVar[Any]
 
     def __post_init__(self: Any) -> None:
         """Refuses what is wrong with the pinned fields where the layer is made."""
-        explicit_config(self.config_type, self.config, None, self.backend)
+        check_pins(self)
         super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
@@ -36,7 +41,28 @@ class Pinned:
         """Why a stock module cannot become this one; `None` where it can."""
         return None
 
+    @classmethod
+    def when_not(cls, module: Any) -> str | None:
+        """When a module of ours computes as the stock one, as far as its fields say; `None` if never."""
+        return cls.why_not(module)
 
-def custom_promotion(module: Any) -> str | None:
-    """Whether a stock module brings its types together in a way of its own."""
-    return None if module.promote_dtype is dtypes.promote_dtype else "custom promote_dtype"
+    def _stock(self, reason: str, stock: type, method: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of the stock layer, in the midst of ours."""
+        return run_stock(
+            self.kernel_of_layer, self.kernel_path, reason, undecorated(stock, method), self, *args, **kwargs
+        )
+
+
+def custom_types(module: Any) -> str | None:
+    """Why no kernel computes in the types of a stock module; `None` where one does."""
+    if getattr(module, "promote_dtype", dtypes.promote_dtype) is not dtypes.promote_dtype:
+        return "custom promote_dtype"
+    return no_type(module.param_dtype if module.dtype is None else module.dtype)
+
+
+def no_type_of_call(module: Any, x: Any, *names: str) -> str | None:
+    """Why no kernel computes in the type that a call brings input and parameters to; `None` where one does."""
+    variables = {name: meta.unbox(module.get_variable("params", name)) for name in names}
+    made = jax.numpy.zeros((), module.param_dtype)  # of the type of parameters that are not there before `init`
+    operands = [made if p is None else p for p in variables.values()]
+    return no_type(dtypes.canonicalize_dtype(x, *operands, dtype=module.dtype))

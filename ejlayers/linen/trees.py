@@ -8,10 +8,12 @@ from typing import Any
 import jax
 from flax import linen as nn
 
+from ..frameworks import is_nnx
+
 
 def flatten_models(tree: Any) -> list[tuple[str, nn.Module]]:
     """The models of a pytree with their dotted paths; that of a train state has the path of the state."""
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_has_model)
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_leaf)
     return [(_dotted(path), _model(node)) for path, node in nodes if _has_model(node)]
 
 
@@ -24,7 +26,7 @@ def map_models(change: Callable[[str, nn.Module], nn.Module], tree: Any) -> Any:
         made = change(_dotted(path), _model(node))
         return made if node is _model(node) else node.replace(apply_fn=getattr(made, node.apply_fn.__name__))
 
-    return jax.tree_util.tree_map_with_path(mapped, tree, is_leaf=_has_model)
+    return jax.tree_util.tree_map_with_path(mapped, tree, is_leaf=_is_leaf)
 
 
 def _model(node: Any) -> Any:
@@ -35,6 +37,11 @@ def _model(node: Any) -> Any:
 
 def _has_model(node: Any) -> bool:
     return isinstance(_model(node), nn.Module)
+
+
+def _is_leaf(node: Any) -> bool:
+    """Whether there is nothing to look for inside of a node."""
+    return _has_model(node) or is_nnx(node)
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -43,6 +43,14 @@ class NnxAdapter(TreeAdapter):
         found = [(path, node) for path, node in nnx.iter_graph(tree) if isinstance(node, nnx.Module)]
         yield from sorted(((".".join(map(str, path)), node) for path, node in found), key=lambda item: _order(item[0]))
 
+    def paths(self, tree: Any) -> Mapping[str, tuple[str, ...]]:
+        """All paths of those modules that are reached by more than one, by their first."""
+        found: dict[int, list[str]] = {}
+        for path, module in _with_all_paths(tree, (), ()):
+            found.setdefault(id(module), []).append(".".join(map(str, path)))
+        tied = ((path, found[id(module)]) for path, module in self.modules(tree))
+        return {path: (path, *(p for p in all_ if p != path)) for path, all_ in tied if len(all_) > 1}
+
     def changed(self, tree: Any, changes: Mapping[str, Callable[[Any], Any]]) -> Any:
         """The same pytree: the functions change its modules in place."""
         for path, module in list(self.modules(tree)):
@@ -76,6 +84,17 @@ class NnxAdapter(TreeAdapter):
             return nnx.merge(graph, params, rest, copy=True)(*args, **kwargs)
 
         return value_and_grads(call, params, inputs, kwargs, where)
+
+
+def _with_all_paths(node: Any, path: tuple, above: tuple[int, ...]) -> Iterator[tuple[tuple, nnx.Module]]:
+    """Each module by every path that does not go in a circle."""
+    impl: Any = nnx.graph.get_node_impl(node)
+    if impl is None or id(node) in above:
+        return
+    if isinstance(node, nnx.Module):
+        yield path, node
+    for name, child in impl.node_dict(node).items():
+        yield from _with_all_paths(child, (*path, name), (*above, id(node)))
 
 
 def _order(path: str) -> list[tuple[int, int, str]]:

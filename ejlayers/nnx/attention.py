@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ejkernel_ops import AttentionConfig
 
 from ..arguments import check_rate, check_rotary
-from ..functional import Rotary
+from ..rotary import Rotary
 from ..self_attention import attend_heads, head_sizes
 from .linear import LinearGeneral
 from .norm import RMSNorm
@@ -164,8 +164,7 @@ class Attention(nnx.Module, Pinned):
         heads, after = attend_heads(
             self, query, key, value, cache=tuple(x[...] for x in variables) if decode else None, positions=positions,
             segment_ids=segment_ids, sinks=None if self.sinks is None else self.sinks[...],
-            dropout_rng=self.dropout() if dropping else None, path=self.kernel_path, mask=mask, bias=bias,  # pyright: ignore[reportOptionalCall]
-            kv_lengths=kv_lengths,
+            dropout_rng=self.dropout() if dropping else None, mask=mask, bias=bias, kv_lengths=kv_lengths,  # pyright: ignore[reportOptionalCall]
         )  # fmt: skip
         for variable, x in zip(variables, after or ()):
             variable[...] = x

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from flax import nnx
-from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
+from ejkernel_ops.kernels import LINEAR
 
 from ..functional import at_path
-from .pinned import Pinned
+from .pinned import Pinned, custom_types, no_type_of_call
 
 
 class Embed(nnx.Embed, Pinned):
@@ -31,7 +31,7 @@ class Embed(nnx.Embed, Pinned):
         (2, 5)
     """
 
-    config_type = LinearConfig
+    config_type, kernel_of_layer = LinearConfig, LINEAR
 
     def __init__(self, *args: Any, config: LinearConfig | None = None, backend: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -41,8 +41,9 @@ class Embed(nnx.Embed, Pinned):
         self, query: Float[Array, "*batch features"], out_sharding: Any = None
     ) -> Float[Array, "*batch num_embeddings"]:
         """Logits `(..., num_embeddings)` of `(..., features)`; the embedding is not copied into another layout."""
-        if out_sharding is not None or self.why_not(self):
-            return super().attend(query, out_sharding=out_sharding)
+        reason = "out_sharding" if out_sharding is not None else self.why_not(self)
+        if reason := reason or no_type_of_call(self, query, self.embedding[...]):
+            return self._stock(reason, super().attend, query, out_sharding=out_sharding)
         query, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
         with at_path(self.kernel_path):
             return linear(query, embedding, weight_layout="oi", config=self.config, backend=self.backend)
@@ -50,4 +51,4 @@ class Embed(nnx.Embed, Pinned):
     @classmethod
     def why_not(cls, module: nnx.Embed) -> str | None:
         """Why a stock module cannot become this one; `None` where it can."""
-        return None if module.promote_dtype is dtypes.promote_dtype else "custom promote_dtype"
+        return custom_types(module, embedding=module.embedding)

@@ -11,19 +11,20 @@ from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float, Shaped
 
 from ejkernel_ops import AttentionConfig
-from ejkernel_ops.kernels.config import explicit_config
+from ejkernel_ops.kernels import ATTENTION
 
 from ..cache import attend_cached_by
-from ..fallback import tell_fallback
+from ..fallback import no_attention, run_stock
 from ..functional import at_path, attend, zero_where_unseen
+from ..pins import check_pins
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelAttention:
     """An `attention_fn` for `nnx.MultiHeadAttention` that honours every argument that Flax passes.
 
-    Two things have no kernel and run as Flax's own attention, with one log line: sown attention weights,
-    and dropout that is shared over batch and heads (`broadcast_dropout=True`, Flax's default).
+    Some things have no kernel and run as Flax's own attention, with one log line: sown attention weights, dropout that
+    is shared over batch and heads (`broadcast_dropout=True`, Flax's default) or of everything, complex numbers.
 
     Args:
         config: back end and tile sizes; what it leaves open is chosen.
@@ -42,8 +43,10 @@ class KernelAttention:
     backend: str | None = None
     path: str | None = None
 
+    config_type = AttentionConfig
+
     def __post_init__(self):
-        explicit_config(AttentionConfig, self.config, None, self.backend)  # what is wrong with them is an error now
+        check_pins(self)
 
     def __call__(
         self,
@@ -63,23 +66,30 @@ class KernelAttention:
         is_causal: bool = False,
     ) -> Float[Array, "*batch q_len num_heads v_dim"]:
         """Attention as `nnx.dot_product_attention` computes it; rows without a visible key give 0."""
-        dropping = dropout_rate > 0.0 and not deterministic
-        if module is not None or (dropping and broadcast_dropout):
-            tell_fallback("sow_weights=True" if module is not None else "broadcast_dropout=True")
+        dropout = {
+            "broadcast_dropout": broadcast_dropout, "dropout_rate": dropout_rate, "deterministic": deterministic,
+        }  # fmt: skip
+        if reason := self.why_not(query, key, value, dtype=dtype, module=module, **dropout):
             if is_causal and mask is not None:  # Flax cannot join them where the mask broadcasts
                 mask, is_causal = jnp.asarray(mask, bool) & _lower_triangle(query, key), False
-            out = nnx.dot_product_attention(
-                query, key, value, bias=bias, mask=mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
-                dropout_rate=dropout_rate, deterministic=deterministic, dtype=dtype, precision=precision, module=module,
-                promote_dtype=promote_dtype, is_causal=is_causal,
+            out = run_stock(
+                ATTENTION, self.path, reason, nnx.dot_product_attention, query, key, value, bias=bias, mask=mask,
+                dropout_rng=dropout_rng, dtype=dtype, precision=precision, module=module, promote_dtype=promote_dtype,
+                is_causal=is_causal, **dropout,
             )  # fmt: skip
             return zero_where_unseen(out, mask)
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
         with at_path(self.path):
             return attend(
                 query, key, value, bias=bias, mask=mask, causal=is_causal, precision=precision, config=self.config,
-                backend=self.backend, dropout_rate=dropout_rate if dropping else 0.0, dropout_rng=dropout_rng,
+                backend=self.backend, dropout_rate=0.0 if deterministic else dropout_rate, dropout_rng=dropout_rng,
             )  # fmt: skip
+
+    @staticmethod
+    def why_not(query: Any, key: Any, value: Any, **options: Any) -> str | None:
+        """Why no kernel takes a call; `None` where one does."""
+        taken = ("module", "dropout_rate", "deterministic", "broadcast_dropout", "dtype")
+        return no_attention(query, key, value, **{name: options[name] for name in taken if name in options})
 
 
 def _lower_triangle(query: Any, key: Any) -> Any:

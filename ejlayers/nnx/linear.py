@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn import dtypes
-from jax import lax
 from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
+from ejkernel_ops.kernels import LINEAR
 
+from ..fallback import no_dense
 from ..functional import at_path, einsum_as_linear, linear_over_axes, with_bias
-from .pinned import Pinned
+from .pinned import Pinned, custom_types, no_type_of_call
 
 
 class _LinearMap(Pinned):
     """A layer whose product is a kernel: its operands in the types that Flax computes in."""
 
     __slots__ = ()
-    config_type = LinearConfig
+    config_type, kernel_of_layer = LinearConfig, LINEAR
+
+    def _operands(self: Any, inputs: Any) -> tuple[Any, Any, Any]:
+        return inputs, self.kernel[...], self.bias[...] if self.bias is not None else None
 
     def _linear(self: Any, run: Any, inputs: Any) -> Any:
-        bias = self.bias[...] if self.bias is not None else None
-        inputs, kernel, bias = self.promote_dtype((inputs, self.kernel[...], bias), dtype=self.dtype)
+        inputs, kernel, bias = self.promote_dtype(self._operands(inputs), dtype=self.dtype)
         with at_path(self.kernel_path):
             return run(
                 inputs, kernel, bias, preferred_element_type=with_bias(self.preferred_element_type, bias),
                 precision=self.precision, config=self.config, backend=self.backend,
             )  # fmt: skip
+
+    def _why_stock(self: Any, inputs: Any, out_sharding: Any) -> str | None:
+        """Why a call computes as the stock layer does; `None` where it is a kernel's."""
+        if out_sharding is not None:
+            return "out_sharding"
+        return self.why_not(self) or no_type_of_call(self, *self._operands(inputs))
 
 
 class Linear(nnx.Linear, _LinearMap):
@@ -58,16 +67,14 @@ class Linear(nnx.Linear, _LinearMap):
         self, inputs: Float[Array, "*batch in_features"], out_sharding: Any = None
     ) -> Float[Array, "*batch out_features"]:
         """The linear map over the last axis of `(..., in_features)`; returns `(..., out_features)`."""
-        if self.dot_general is not lax.dot_general or out_sharding is not None:
-            return super().__call__(inputs, out_sharding=out_sharding)
+        if reason := self._why_stock(inputs, out_sharding):
+            return self._stock(reason, super().__call__, inputs, out_sharding=out_sharding)
         return self._linear(linear, inputs)
 
     @classmethod
     def why_not(cls, module: nnx.Linear) -> str | None:
         """Why a stock module cannot become this one; `None` where it can."""
-        if module.dot_general is not lax.dot_general:
-            return "custom dot_general"
-        return _custom_promotion(module)
+        return no_dense(module) or custom_types(module, kernel=module.kernel, bias=module.bias)
 
 
 class LinearGeneral(nnx.LinearGeneral, _LinearMap):
@@ -94,19 +101,15 @@ class LinearGeneral(nnx.LinearGeneral, _LinearMap):
 
     def __call__(self, inputs: Float[Array, "..."], out_sharding: Any = None) -> Float[Array, "..."]:
         """The linear map over the layer's axes of an array; the new axes come last."""
-        if out_sharding is not None or _custom_product(self):
-            return super().__call__(inputs, out_sharding=out_sharding)
+        if reason := self._why_stock(inputs, out_sharding):
+            return self._stock(reason, super().__call__, inputs, out_sharding=out_sharding)
         axes = sorted(axis % inputs.ndim for axis in self.axis)  # the order of the kernel's, as in the stock layer
-
-        def product(x, kernel, bias, **options):
-            return linear_over_axes(x, kernel, bias, axes, **options)
-
-        return self._linear(product, inputs)
+        return self._linear(functools.partial(linear_over_axes, axes=axes), inputs)
 
     @classmethod
     def why_not(cls, module: nnx.LinearGeneral) -> str | None:
         """Why a stock module cannot become this one; `None` where it can."""
-        return _custom_product(module) or _custom_promotion(module)
+        return no_dense(module) or custom_types(module, kernel=module.kernel, bias=module.bias)
 
 
 class Einsum(nnx.Einsum, _LinearMap):
@@ -136,9 +139,11 @@ class Einsum(nnx.Einsum, _LinearMap):
         self, inputs: Float[Array, "..."], einsum_str: str | None = None, out_sharding: Any = None
     ) -> Float[Array, "..."]:
         """The product of inputs and kernel by the equation of the layer, or of the call."""
-        product = einsum_as_linear(self.einsum_str if einsum_str is None else einsum_str, jnp.ndim(inputs))
-        if product is None or out_sharding is not None or self.einsum_op is not jnp.einsum:
-            return super().__call__(inputs, einsum_str, out_sharding=out_sharding)
+        equation = self.einsum_str if einsum_str is None else einsum_str
+        product, reason = einsum_as_linear(equation, jnp.ndim(inputs)), self._why_stock(inputs, out_sharding)
+        if product is None or reason:
+            reason = reason or f"{equation} is no linear map"
+            return self._stock(reason, super().__call__, inputs, einsum_str, out_sharding=out_sharding)
         return self._linear(product, inputs)
 
     @classmethod
@@ -148,15 +153,4 @@ class Einsum(nnx.Einsum, _LinearMap):
             return "custom einsum_op"
         if module.einsum_str is not None and einsum_as_linear(module.einsum_str) is None:
             return f"{module.einsum_str} is no linear map"
-        return _custom_promotion(module)
-
-
-def _custom_product(module: Any) -> str | None:
-    """What a general linear layer has that no kernel computes."""
-    if module.dot_general not in (None, lax.dot_general) or module.dot_general_cls is not None:
-        return "custom dot_general"
-    return "batch axes" if module.batch_axis else None
-
-
-def _custom_promotion(module: Any) -> str | None:
-    return None if module.promote_dtype is dtypes.promote_dtype else "custom promote_dtype"
+        return custom_types(module, kernel=module.kernel, bias=module.bias)

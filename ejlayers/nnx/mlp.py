@@ -8,10 +8,10 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float
 
-from ejkernel_ops import GatedLinearConfig, gated_linear
+from ejkernel_ops import GatedLinearConfig
 
 from ..arguments import check_gate
-from ..functional import activated, at_path
+from ..gated_mlp import gated_apart, gated_product
 from .linear import Linear
 from .pinned import Pinned
 
@@ -83,14 +83,21 @@ class GatedMLP(nnx.Module, Pinned):
 
     def __call__(self, x: Float[Array, "*batch in_features"]) -> Float[Array, "*batch out_features"]:
         """From `(..., in_features)` to `(..., out_features)`."""
-        if not all(type(layer) in (Linear, nnx.Linear) and not Linear.why_not(layer) for layer in (self.gate, self.up)):
-            return self.down(activated(self.activation, self.gate(x)) * self.up(x))  # such as a layer with LoRA
+        if reason := self._why_apart():
+            return self.down(gated_apart(self, self.gate, self.up, x, reason))
         parameters = (self.gate.kernel, self.up.kernel, self.gate.bias, self.up.bias)
         operands = (x, *(None if p is None else p[...] for p in parameters))
-        x, gate, up, gate_bias, up_bias = _promoted(operands, dtype=self.dtype)
-        with at_path(self.kernel_path):
-            hidden = gated_linear(
-                x, gate, up, gate_bias=gate_bias, up_bias=up_bias, activation=self.activation,
-                precision=self.precision, config=self.config, backend=self.backend,
-            )  # fmt: skip
-        return self.down(hidden)
+        return self.down(gated_product(self, *_promoted(operands, dtype=self.dtype)))
+
+    def fused(self) -> tuple[nnx.Module, ...]:
+        """The layers whose products are part of this one's kernel: what they pin has no effect."""
+        return () if self._why_apart() else (self.gate, self.up)
+
+    def _why_apart(self) -> str | None:
+        """Why gate and up are called, not computed by one kernel."""
+        for name, layer in (("gate", self.gate), ("up", self.up)):
+            if type(layer) not in (Linear, nnx.Linear):  # such as a layer with LoRA
+                return f"{name} is a {type(layer).__name__}"
+            if reason := Linear.why_not(layer):
+                return f"{reason} in {name}"
+        return None

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import Any
 
 from flax import nnx
 from jaxtyping import Array, Float
 
 from ejkernel_ops import AttentionConfig, ConfigError
+from ejkernel_ops.kernels import ATTENTION
 
+from ..fallback import no_dropout
+from ..functional import explaining
 from .kernel_attention import CachedAttention, KernelAttention
+from .pinned import Pinned
 
 
-class MultiHeadAttention(nnx.MultiHeadAttention):
+class MultiHeadAttention(nnx.MultiHeadAttention, Pinned):
     """`nnx.MultiHeadAttention` whose attention is a tunable kernel; same parameters, same state, same results.
 
     Takes all of the stock constructor's arguments. Queries that may see no key give 0, where Flax gives
@@ -35,12 +39,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         (1, 3, 8)
     """
 
+    config_type, kernel_of_layer = AttentionConfig, ATTENTION
+
     def __init__(self, *args: Any, config: AttentionConfig | None = None, backend: str | None = None, **kwargs: Any):
         if kwargs.pop("attention_fn", nnx.dot_product_attention) is not nnx.dot_product_attention:
             raise ConfigError(
                 "attention_fn is given; this layer brings its own: use nnx.MultiHeadAttention for another"
             )
-        super().__init__(*args, attention_fn=KernelAttention(config, backend), **kwargs)
+        super().__init__(*args, **kwargs)
+        self.pin(config=config, backend=backend)
 
     def __call__(
         self,
@@ -60,10 +67,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """Attention of `(..., length, in_features)`; with `decode`, of the next tokens, one or more, with a cache."""
         decoding = self.decode if decode is None else decode
         options: dict[str, Any] = {"decode": decode, "is_causal": is_causal}
-        plain: Any = self.attention_fn
+        plain, kept = self.attention_fn, vars(self)["attention_fn"]
         is_cached = decoding and isinstance(plain, KernelAttention) and self.cached_key is not None
         if is_cached:  # the stock layer's call, with another attention function for as long as it takes
-            object.__setattr__(self, "attention_fn", CachedAttention(self, plain))
+            vars(self)["attention_fn"] = CachedAttention(self, plain)
             options = {"decode": False}
         try:
             return super().__call__(
@@ -72,7 +79,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             )  # fmt: skip
         finally:
             if is_cached:
-                object.__setattr__(self, "attention_fn", plain)
+                vars(self)["attention_fn"] = kept
 
     def init_cache(self, input_shape: Any, dtype: Any = None) -> None:
         """Makes an empty cache for inputs `(..., length, in_features)`, in the layer's type or a given one."""
@@ -96,38 +103,25 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.init_cache((*batch, max_length, self.in_features))
 
     @property
-    def config(self) -> AttentionConfig | None:
-        """The config that the module pins."""
-        return self.attention_fn.config
+    def attention_fn(self) -> Any:
+        """The attention of a call: the kernel, as long as no other function was put in the place of Flax's."""
+        fn = vars(self)["attention_fn"]
+        if fn is nnx.dot_product_attention:
+            return KernelAttention(self.config, self.backend, self.kernel_path)
+        is_other = explaining() and not isinstance(fn, (KernelAttention, CachedAttention))
+        return functools.partial(self._stock, "custom attention_fn", fn) if is_other else fn
 
-    @property
-    def backend(self) -> str | None:
-        """The back end that the module pins."""
-        return self.attention_fn.backend
+    @attention_fn.setter
+    def attention_fn(self, fn: Any) -> None:
+        vars(self)["attention_fn"] = fn
 
-    @property
-    def kernel_path(self) -> str | None:
-        """The module's dotted path, while `explain` asks for it."""
-        return self.attention_fn.path
-
-    def pin(self, **fields: Any) -> Any:
-        """Changes `config`, `backend` or `path` and returns the module; jitted functions retrace once."""
-        attention_fn: Any = self.attention_fn
-        self.attention_fn = dataclasses.replace(attention_fn, **fields)
-        return self
-
-    config_type = AttentionConfig
-
-    @staticmethod
-    def why_not(module: nnx.MultiHeadAttention) -> str | None:
+    @classmethod
+    def why_not(cls, module: nnx.MultiHeadAttention) -> str | None:
         """Why a stock module cannot become this one; `None` where it can."""
-        return None if module.attention_fn is nnx.dot_product_attention else "custom attention_fn"
+        is_flax = vars(module)["attention_fn"] is nnx.dot_product_attention
+        return None if is_flax else "custom attention_fn"
 
-    @staticmethod
-    def adopt(module: nnx.MultiHeadAttention) -> None:
-        """What a stock module needs beside the new class."""
-        module.attention_fn = KernelAttention()
-
-    def release(self) -> None:
-        """Undoes `adopt`."""
-        self.attention_fn = nnx.dot_product_attention
+    @classmethod
+    def when_not(cls, module: nnx.MultiHeadAttention) -> str | None:
+        """When a module of ours computes as the stock one, as far as its attributes say; `None` if never."""
+        return cls.why_not(module) or no_dropout(module.dropout_rate, module.broadcast_dropout)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from flax import nnx
-from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float
 
 from ejkernel_ops import NormConfig, layer_norm, rms_norm
+from ejkernel_ops.kernels import LAYER_NORM, RMS_NORM
 
+from ..fallback import no_norm
 from ..functional import at_path
-from .pinned import Pinned
+from .pinned import Pinned, custom_types, no_type_of_call
 
 
 class _Norm(Pinned):
@@ -20,7 +21,10 @@ class _Norm(Pinned):
     __slots__ = ()
     config_type = NormConfig
 
-    def _norm(self: Any, kernel: Any, x: Any, *parameters: Any) -> Any:
+    def _norm(self: Any, kernel: Any, stock: Any, x: Any, mask: Any, *parameters: Any) -> Any:
+        reason = "mask" if mask is not None else self.why_not(self)
+        if reason := reason or no_type_of_call(self, x, *parameters):
+            return self._stock(reason, stock, x, mask=mask)
         operands = self.promote_dtype((x, *parameters), dtype=self.dtype)
         with at_path(self.kernel_path):
             return kernel(*operands, epsilon=self.epsilon, config=self.config, backend=self.backend)
@@ -28,11 +32,7 @@ class _Norm(Pinned):
     @classmethod
     def why_not(cls, module: Any) -> str | None:
         """Why a stock module cannot become this one; `None` where it can."""
-        if module.axis_name is not None:
-            return f"statistics over the devices of the axis {module.axis_name!r}"
-        if module.reduction_axes not in (-1, (-1,)) or module.feature_axes not in (-1, (-1,)):
-            return "axes other than the last one"
-        return None if module.promote_dtype is dtypes.promote_dtype else "custom promote_dtype"
+        return no_norm(module) or custom_types(module, scale=module.scale, bias=getattr(module, "bias", None))
 
 
 class RMSNorm(nnx.RMSNorm, _Norm):
@@ -53,15 +53,15 @@ class RMSNorm(nnx.RMSNorm, _Norm):
         (2, 3)
     """
 
+    kernel_of_layer = RMS_NORM
+
     def __init__(self, *args: Any, config: NormConfig | None = None, backend: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.pin(config=config, backend=backend)
 
     def __call__(self, x: Float[Array, "*batch num_features"], mask: Any = None) -> Float[Array, "*batch num_features"]:
         """The norm of `(..., num_features)`."""
-        if mask is not None or self.why_not(self):
-            return super().__call__(x, mask)
-        return self._norm(rms_norm, x, self.scale[...] if self.scale is not None else None)
+        return self._norm(rms_norm, super().__call__, x, mask, self.scale[...] if self.scale is not None else None)
 
 
 class LayerNorm(nnx.LayerNorm, _Norm):
@@ -83,6 +83,8 @@ class LayerNorm(nnx.LayerNorm, _Norm):
         (2, 3)
     """
 
+    kernel_of_layer = LAYER_NORM
+
     def __init__(self, *args: Any, config: NormConfig | None = None, backend: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.pin(config=config, backend=backend)
@@ -91,7 +93,5 @@ class LayerNorm(nnx.LayerNorm, _Norm):
         self, x: Float[Array, "*batch num_features"], *, mask: Any = None
     ) -> Float[Array, "*batch num_features"]:
         """The norm of `(..., num_features)`."""
-        if mask is not None or self.why_not(self):
-            return super().__call__(x, mask=mask)
         scale, bias = (None if p is None else p[...] for p in (self.scale, self.bias))
-        return self._norm(layer_norm, x, scale, bias)
+        return self._norm(layer_norm, super().__call__, x, mask, scale, bias)

@@ -91,7 +91,7 @@ def _programs(spec: ActivationSpec) -> tuple[int]:
     return (-(-spec.features // spec.block_n) * -(-spec.rows // spec.span),)
 
 
-def forward(product: jax.Array, bias: Any, params: FwdParams, activation: str, dtype: Any) -> jax.Array:
+def forward(product: jax.Array, bias: Any, params: Any, activation: Any, dtype: Any) -> jax.Array:
     """The activation of `product + bias`."""
     from .triton_tiles import activation_forward
 
@@ -104,7 +104,7 @@ def forward(product: jax.Array, bias: Any, params: FwdParams, activation: str, d
 
 
 def backward(
-    product: jax.Array, bias: Any, dout: jax.Array, params: BwdParams, activation: str, dtype: Any, want_bias: bool
+    product: jax.Array, bias: Any, dout: jax.Array, params: Any, activation: str, dtype: Any, want_bias: bool
 ) -> tuple[jax.Array, jax.Array | None]:
     """The gradient of `product`, and that of the bias where it is wanted."""
     from .triton_tiles import activation_backward

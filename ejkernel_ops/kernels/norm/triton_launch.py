@@ -97,14 +97,14 @@ def illegal(inv: Invocation, params: Any, direction: str) -> str | None:
     return None
 
 
-def forward(x, scale, bias, residual, *, params: FwdParams, centred: bool, epsilon: float) -> tuple:
+def forward(x, scale, bias, residual, *, params: Any, centred: bool, epsilon: float) -> tuple:
     """Norm, sum, mean and reciprocal standard deviation, as `run_xla` returns them."""
     from .triton_rows import norm_forward
 
     out = jax.ShapeDtypeStruct(x.shape, x.dtype if residual is None else jnp.result_type(x, residual))
     statistic, none = jax.ShapeDtypeStruct((*x.shape[:-1], 1), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.float32)
     spec = NormSpec(
-        rows=num_rows(x), features=x.shape[-1], block_m=params.blocksize_m, block_f=power_of_two(x.shape[-1]),  # type: ignore[arg-type]
+        rows=num_rows(x), features=x.shape[-1], block_m=params.blocksize_m, block_f=power_of_two(x.shape[-1]),
         centred=centred, epsilon=epsilon, has_residual=residual is not None, has_scale=scale is not None,
         has_bias=bias is not None,
     )  # fmt: skip
@@ -116,14 +116,14 @@ def forward(x, scale, bias, residual, *, params: FwdParams, centred: bool, epsil
     return normed, None if residual is None else summed, mean if centred else None, rstd
 
 
-def backward(total, scale, mean, rstd, dnormed, dsummed, *, params: BwdParams, centred: bool, needs: tuple) -> tuple:
+def backward(total, scale, mean, rstd, dnormed, dsummed, *, params: Any, centred: bool, needs: tuple) -> tuple:
     """Gradients of the normed numbers, of scale and of bias, each `None` where `needs` is false."""
     from .triton_rows import norm_backward
 
     need_rows, need_scale, need_bias = needs
     spec = NormSpec(
-        rows=num_rows(total), features=total.shape[-1], block_m=params.blocksize_m,  # type: ignore[arg-type]
-        block_f=power_of_two(total.shape[-1]), span=params.blocksize_k, centred=centred, has_scale=scale is not None,  # type: ignore[arg-type]
+        rows=num_rows(total), features=total.shape[-1], block_m=params.blocksize_m,
+        block_f=power_of_two(total.shape[-1]), span=params.blocksize_k, centred=centred, has_scale=scale is not None,
         has_dsummed=dsummed is not None, want_rows=need_rows, want_scale=need_scale, want_bias=need_bias,
     )  # fmt: skip
     programs = -(-spec.rows // spec.span)

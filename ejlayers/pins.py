@@ -1,0 +1,66 @@
+"""What a layer pins: checked where it is pinned, and as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ejkernel_ops.config.schema import leaf_fields
+from ejkernel_ops.kernels.config import explicit_config
+
+_ATTRIBUTES = {"config": "config", "backend": "backend", "path": "kernel_path"}  # what `pin` takes -> where it is
+
+
+def check_pins(layer: Any) -> None:
+    """Refuses a config of another type or for another back end than what a layer pins.
+
+    Args:
+        layer: with `config, backend, config_type`.
+
+    Raises:
+        ConfigError: a config of another type, an unknown back end, or two different ones.
+    """
+    explicit_config(layer.config_type, layer.config, None, layer.backend)
+
+
+def changed_pins(layer: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """The attributes of a layer that `pin` changes.
+
+    Args:
+        layer: with `config, backend, config_type`.
+        fields: of `config`, `backend` and `path` those that change; of a layer with a rotary embedding also `rotary`,
+            the config that this pins.
+
+    Returns:
+        Values by attribute.
+
+    Raises:
+        TypeError: another field.
+        ConfigError: a config of another type, or a back end that is not the config's; those that stay count too.
+    """
+    rotary = getattr(layer, "rotary", None)
+    known = _ATTRIBUTES if rotary is None else _ATTRIBUTES | {"rotary": "rotary"}
+    if unknown := sorted(fields.keys() - known):
+        raise TypeError(f"{unknown[0]} is nothing that a module pins; expected {', '.join(known)}")
+    config, backend = (fields.get(name, getattr(layer, name)) for name in ("config", "backend"))
+    explicit_config(layer.config_type, config, None, backend)
+    changed = {known[name]: value for name, value in fields.items()}
+    if rotary is not None and "rotary" in fields:
+        changed["rotary"] = rotary.pin(config=fields["rotary"])
+    return changed
+
+
+def note_of_ours(layer: Any, when_not: str | None) -> str:
+    """The note of a layer of ours in a report: what it pins, and when it computes as the stock one.
+
+    Args:
+        layer: with `config, backend`.
+        when_not: when it does so, or `None`.
+
+    Returns:
+        Such as `pinned: backend=xla; as the stock layer: batch axes`, or nothing.
+    """
+    given = {} if layer.config is None else dict(leaf_fields(layer.config))
+    given |= {} if layer.backend is None else {"backend": layer.backend}
+    fields = [f"{name}={value}" for name, value in given.items() if value is not None]
+    notes = ["pinned: " + ", ".join(fields)] if fields else []
+    return "; ".join(notes + ([f"as the stock layer: {when_not}"] if when_not else []))
