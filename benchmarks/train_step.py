@@ -4,9 +4,9 @@
     python benchmarks/train_step.py llama-1b --profile
     python benchmarks/train_step.py gpt2-small --follow 200
 
-Needs a GPU; `--smoke` tries the script on a CPU. All models have the same parameters, of which one set is trained: in
-turns for the times, once a model for `--follow`, which writes the losses. Merges its rows into
-`docs/benchmarks/train_step_<card>.csv`.
+Needs a GPU; `smoke` as the model, with `--ways stock_xla ours`, tries the script on a CPU. All models have the same
+parameters, of which one set is trained: in turns for the times, once a model for `--follow`, which writes the losses.
+Merges its rows into `docs/benchmarks/train_step_<card>.csv`.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def kept_rows(path: Path, name: str) -> list[dict]:
         return [row for row in csv.DictReader(file) if row["model"] != name]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=sorted(SIZES), nargs="?", default="gpt2-small")
     parser.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=["stock_cudnn", "ours"])
@@ -341,7 +341,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also print the kernels of each, by kind")
     parser.add_argument("--follow", type=int, default=0, help="instead of times, losses of so many steps")
     parser.add_argument("--out", type=Path, help="default docs/benchmarks/train_step_<card>.csv")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     size = SIZES[options.model]
     out = options.out or Path(f"docs/benchmarks/train_step_{card()}.csv")
     found, state = contenders(size, options.ways, not options.no_tune)

@@ -1,4 +1,4 @@
-"""The GPU benchmark of attention, on a CPU with tiny calls, and what is made of its table."""
+"""The GPU benchmarks, on a CPU with tiny calls, and what is made of their tables."""
 
 import csv
 import dataclasses
@@ -106,3 +106,30 @@ def test_all_contenders_compute_what_the_reference_does(scripts, name):
         assert {"out", *gradients} == set(exact)
         for name, value in {"out": out, **gradients}.items():
             np.testing.assert_allclose(value, exact[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_ops_are_measured_beside_plain_expressions_that_compute_the_same(scripts, tmp_path):
+    ops, out = scripts("ops"), tmp_path / "ops.csv"
+    ops.main(["norm", "rotary", "--smoke", "--rounds", "2", "--no-tune", "--out", str(out)])
+    rows = table(out)
+    assert {row["contender"] for row in rows} == {"plain", "xla", "untuned"}  # there is no Triton on a CPU
+    assert all(float(row["ms"]) > 0 and float(row["over_copy"]) > 0 for row in rows)
+    for point in ops.points(smoke=True):
+        arrays = ops.arrays_of(point)
+        both = [step(*given) for step, given in (ops.lowered(point, f, arrays) for f in (point.ours, point.plain))]
+        for ours, plain in zip(*map(jax.tree.leaves, both)):
+            assert ours.shape == plain.shape
+            assert abs(np.float32(ours) - np.float32(plain)).max() <= 0.05 * max(1, abs(np.float32(plain)).max())
+
+
+def test_a_whole_step_is_timed_and_followed(scripts, tmp_path, capsys):
+    train_step, out = scripts("train_step"), tmp_path / "train_step.csv"
+    common = ["smoke", "--ways", "stock_xla", "ours", "--no-tune", "--out", str(out)]
+    train_step.main([*common, "--rounds", "1", "--steps", "2"])
+    rows = table(out)
+    assert [row["way"] for row in rows] == ["stock_xla", "ours"]
+    assert all(float(row["tokens_per_s"]) > 0 for row in rows)
+    train_step.main([*common, "--follow", "3"])
+    losses = table(tmp_path / "train_step_losses.csv")
+    assert [row["step"] for row in losses] == ["0", "1", "2"]
+    assert all(abs(float(row["ours"]) - float(row["stock_xla"])) < 0.05 for row in losses)
