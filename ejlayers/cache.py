@@ -57,8 +57,7 @@ def attend_cached(
     cached_key, cached_value, after, fits = extended(key, value, cached_key, cached_value, index)
     dtype = dtype or jnp.result_type(query, cached_key, cached_value)
     operands = (x.astype(dtype) for x in (query, cached_key, cached_value))
-    first = index.astype(jnp.int32).reshape((-1,) * min(index.ndim, 1))
-    out = attend(*operands, causal=True, q_offset=first, **options)
+    out = attend(*operands, causal=True, q_offset=index.astype(jnp.int32), **options)
     return _or_nan(fits, out), cached_key, cached_value, after
 
 

@@ -111,7 +111,8 @@ def check(model: Any, *inputs: Any, per_module: bool = False, where: Any = None,
 
 def _combination(out: Any) -> Any:
     """A scalar that depends on every float output."""
-    leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+    leaves = [x for x in jax.tree.leaves(out) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    leaves = [part for x in leaves for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
     keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
     leaves = [jnp.asarray(x, jnp.float32) for x in leaves]
     parts = [jnp.vdot(jax.random.normal(key, x.shape), x) for key, x in zip(keys, leaves)]
@@ -163,10 +164,15 @@ def _difference(first: Any, second: Any) -> tuple[float, float]:
     shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (first, second)]
     if shapes[0] != shapes[1]:  # what their structures are does not matter: gradients have the classes of the layers
         raise ValueError(f"the models have outputs, or gradients, of different shapes: {shapes[0]} and {shapes[1]}")
-    pairs = [[np.asarray(x, np.float64) for x in pair] for pair in zip(jax.tree.leaves(first), jax.tree.leaves(second))]
+    pairs = [[_wide(x) for x in pair] for pair in zip(jax.tree.leaves(first), jax.tree.leaves(second))]
     worst = np.max([0.0, *(_worst(a, b) for a, b in pairs)])
     largest = np.max([0.0, *(np.abs(a[np.isfinite(a)]).max(initial=0.0) for a, _ in pairs)])
     return float(worst), float(worst / max(largest, 1e-30))
+
+
+def _wide(x: Any) -> np.ndarray:
+    """An array in the widest type of its kind."""
+    return np.asarray(x, np.complex128 if jnp.iscomplexobj(x) else np.float64)
 
 
 def _worst(a: np.ndarray, b: np.ndarray) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from ejkernel_ops import (
@@ -130,8 +131,9 @@ def attend(
         None if x is None else _one_batch_axis(name, x, batch, order) for name, x in (("bias", bias), ("mask", mask))
     )
     query, key, value = (joined(x, order) for x in (query, key, value))
-    for name in {"q_segment_ids", "kv_segment_ids", "kv_lengths"} & options.keys():
-        if (x := options[name]) is not None:
+    for name in {"q_segment_ids", "kv_segment_ids", "kv_lengths", "q_offset"} & options.keys():
+        x = options[name]
+        if x is not None and not (name == "q_offset" and np.ndim(x) == 0):  # one of all examples
             x = as_array(name, x)
             if x.shape[: len(batch)] != batch:
                 raise ValueError(f"{name} has shape {x.shape}; expected the batch axes of query, {batch}, first")

@@ -87,7 +87,7 @@ def _source(parameter: str, names: Mapping[str, str], tensors: Mapping[str, Any]
         there = _translated(module, here, there)
         if there is None:
             continue
-        name = f"{there}.{'weight' if last in _WEIGHTS else last}"
+        name = f"{there}.{'weight' if last in _WEIGHTS else last}".lstrip(".")
         if name in tensors:
             return name
         raise ValueError(f"parameter {parameter} should be tensor {name!r} as names has it, which is not there")

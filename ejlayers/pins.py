@@ -38,7 +38,8 @@ def changed_pins(layer: Any, fields: dict[str, Any]) -> dict[str, Any]:
         ConfigError: a config of another type, or a back end that is not the config's; those that stay count too.
     """
     rotary = getattr(layer, "rotary", None)
-    known = _ATTRIBUTES if rotary is None else _ATTRIBUTES | {"rotary": "rotary"}
+    known = {name: at for name, at in _ATTRIBUTES.items() if hasattr(layer, at)}
+    known |= {} if rotary is None else {"rotary": "rotary"}
     if unknown := sorted(fields.keys() - known):
         raise TypeError(f"{unknown[0]} is nothing that a module pins; expected {', '.join(known)}")
     config, backend = (fields.get(name, getattr(layer, name)) for name in ("config", "backend"))

@@ -215,12 +215,13 @@ class Plan:
 
     def decide(self, paths: tuple[str, ...], module: Any, ours: type, vain: str | None = None) -> Decision:
         """What becomes of a module, stock or already of the type `ours`; other arguments as of `RuleBook.find`."""
-        self.taken.add(ours.config_type)
-        value = self.book.find(paths, (type(module), ours), vain)
+        reason = None if type(module) is ours else ours.why_not(module)
+        value = self.book.find(paths, (type(module), ours), vain or reason)
         if value is False:
             return Decision(False, "a rule says so")
-        if type(module) is not ours and (reason := ours.why_not(module)):
+        if reason is not None:
             return Decision(False, reason)
+        self.taken.add(ours.config_type)
         if value in (None, True):
             config = None if vain else self.defaults.get(ours.config_type)
         else:

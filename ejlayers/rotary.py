@@ -54,7 +54,8 @@ class Rotary:
         """Heads `(..., length, num_heads, head_dim)`, turned by positions `(length,)` or `(..., length)`."""
         batch, order = x.shape[:-3], joining_order(x, x.ndim - 3)
         if positions.ndim > 1:
-            if any(a not in (1, b) for a, b in zip(positions.shape[::-1], x.shape[-3::-1])) or positions.ndim >= x.ndim:
+            pairs = zip(positions.shape[::-1], x.shape[-3::-1])
+            if positions.ndim > x.ndim - 2 or any(a not in (1, b) for a, b in pairs):
                 raise ValueError(f"positions has shape {positions.shape}; expected what broadcasts to {x.shape[:-2]}")
             positions = joined(jnp.broadcast_to(positions, x.shape[:-2]), order)
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -348,3 +348,15 @@ def test_frozen_weights_cost_no_gradient_of_theirs():
 
     assert products(nnx.Param) == 1
     assert products(nnx.LoRAParam) == 0
+
+
+def test_check_compares_both_parts_of_complex_numbers():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            wrong = isinstance(self.layer, ejlayers.nnx.Linear)
+            return jax.lax.complex(self.layer(x), jnp.full((2, 4), 1.0 if wrong else 0.0))
+
+    assert ejlayers.check(ejlayers.swap(Model()), jnp.ones((2, 4))).output_abs == 1.0

@@ -279,3 +279,17 @@ def test_several_batch_axes_may_be_spread_over_a_mesh_with_explicit_axes(spec):
             np.testing.assert_allclose(jax.device_get(got), jax.device_get(want), rtol=1e-4, atol=1e-4)
         calls = [row.count for row in ejlayers.explain(jax.jit(lambda x: ours(x)), x).rows if "flash" in row.op]
         assert calls == [1]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("spec", [("data",), (None, "data")], ids=str)
+def test_examples_of_a_mesh_decode_each_from_its_own_index(spec):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    new, cached = (jax.random.normal(KEY, (2, 2, n, 2, 8)) for n in (1, 6))
+    index = jnp.array([[1, 2], [3, 4]])
+    step = jax.jit(lambda new, cached, index: ejlayers.cache.attend_cached(new, new, new, cached, cached, index))
+    wanted = step(new, cached, index)
+    with jax.set_mesh(mesh):
+        got = step(*(jax.device_put(x, jax.P(*spec)) for x in (new, cached, index)))
+        for ours, plain in zip(jax.device_get(got), jax.device_get(wanted)):
+            np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6)

@@ -176,3 +176,9 @@ def test_a_kernel_of_more_axes_is_refused():
     layer = nnx.Conv(2, 2, (2,), use_bias=False, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"sizes \(2, 2, 2\); expected a matrix"):
         ejlayers.from_huggingface(layer, {"c.weight": np.ones((2, 2, 2))}, {"": "c"})
+
+
+def test_a_layer_alone_takes_tensors_without_a_prefix():
+    tensors = {"weight": np.ones((3, 2), np.float32), "bias": np.zeros(3, np.float32)}
+    layer = ejlayers.from_huggingface(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), tensors, names={"": ""})
+    np.testing.assert_array_equal(layer.kernel[...], np.ones((2, 3)))

@@ -100,3 +100,13 @@ def test_a_missing_framework_says_what_to_install(name, package):
     code = f"import sys; sys.modules[{package!r}] = None\nimport ejlayers\nejlayers.{name}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"ejlayers.{name} needs {package}, which is not installed: pip install 'ejlayers[{package}]'" in done.stderr
+
+
+def test_positions_of_as_many_axes_as_heads_are_refused():
+    with pytest.raises(ValueError, match=r"positions has shape \(1, 2, 3\); expected what broadcasts to \(2, 3\)"):
+        Rotary()(jnp.ones((2, 3, 4, 8)), jnp.ones((1, 2, 3), int))
+
+
+def test_a_rotary_embedding_has_no_path_to_pin():
+    with pytest.raises(TypeError, match="path is nothing that a module pins; expected config, backend"):
+        Rotary().pin(path="x")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import ejkernel_ops as ops
 from ejkernel_ops import (
@@ -86,11 +87,24 @@ def test_gradients_of_a_norm_are_the_same_bits_each_time_and_each_may_be_asked_a
         np.testing.assert_allclose(gradient([name])[name], whole[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("op", [rms_norm, layer_norm], ids=lambda op: op.__name__)
+def test_a_norm_of_which_the_sum_alone_is_used_has_the_gradients_of_the_sum(op):
+    arrays, cotangents = norm.inputs((5,), 8)
+
+    def loss(arrays):
+        return (op(**arrays, config=rows(2, 2, 4))[1] * cotangents["dsummed"]).sum()
+
+    found = jax.grad(loss)(arrays)
+    for name in ("x", "residual"):
+        np.testing.assert_allclose(found[name], cotangents["dsummed"], rtol=1e-6)
+    assert not found["scale"].any()
+
+
 @pytest.mark.parametrize(
     ("params", "match"),
     [
         (FwdParams(blocksize_m=3, num_warps=4), "powers of two"),
-        (FwdParams(blocksize_m=1024, num_warps=1), "take fewer rows"),
+        (FwdParams(blocksize_m=1024, num_warps=1), "take fewer, or more warps"),
     ],
 )
 def test_tiles_of_norms_that_cannot_be_are_errors_that_say_why(params, match):
@@ -124,6 +138,25 @@ def test_activated_products_and_their_gradients_err_no_more_than_plain_ones(case
     linear.judge(arrays, rng, activated(*case["chunks"]), preferred_element_type=case["preferred"], **options)
 
 
+@pytest.mark.parametrize("activation", LINEAR_FACTORS["activation"])
+def test_activations_of_extreme_numbers_are_those_of_xla(activation):
+    x = jnp.array([[jnp.nan], [jnp.inf], [-jnp.inf], [1e30], [-1e30], [100.0], [-100.0], [0.0]])
+
+    def run(config):
+        out, pull = jax.vjp(lambda x: ops.linear(x, jnp.ones((1, 2)), activation=activation, config=config), x)
+        return out, pull(jnp.ones_like(out))[0]
+
+    for ours, plain in zip(run(activated((2, 2), (2, 2), 4)), run(LinearConfig(backend="xla"))):
+        np.testing.assert_allclose(ours, plain, rtol=1e-6)
+
+
+def test_the_range_of_a_product_in_float16_is_that_of_its_sum_with_the_bias():
+    x, weight, bias = (jnp.full(s, v, jnp.float16) for s, v in (((2, 8), 100.0), ((8, 2), 100.0), (2, -30000.0)))
+    for config in (activated((2, 2), (2, 2), 4), LinearConfig(backend="xla")):
+        out = ops.linear(x, weight, bias, activation="relu", config=config)
+        np.testing.assert_array_equal(out, np.full((2, 2), 50000, np.float16))
+
+
 def test_without_an_activation_there_is_nothing_for_triton():
     with pytest.raises(UnsupportedError, match="without an activation"):
         ops.linear(jnp.ones((4, 8)), jnp.ones((8, 8)), config=activated((2, 8), (2, 8), 4))
@@ -152,3 +185,77 @@ LOSS_FACTORS = cross_entropy.FACTORS | {
 def test_losses_and_their_gradients_err_no_more_than_a_plain_computation(case):
     recompute = case["chunks"] == "again" or case["reduction"] == "none"
     cross_entropy.judge(case, chunks(recompute, case["size"], case["block"]))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("names", [["hidden"], ["weight"], ["bias"], ["hidden", "bias"]], ids="-".join)
+def test_gradients_of_a_loss_may_be_asked_alone(names, recompute):
+    arrays, labels, _ = cross_entropy.inputs((5,), 8, 40, weighted=False)
+
+    def gradient(names):
+        config = chunks(recompute)
+        run = jax.jit(jax.grad(lambda some: ops.linear_cross_entropy(**arrays | some, labels=labels, config=config)))
+        return run({name: arrays[name] for name in names})
+
+    whole, some = gradient(["hidden", "weight", "bias"]), gradient(names)
+    for name in names:
+        np.testing.assert_allclose(some[name], whole[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("soft_cap", [1.0, 30.0, 1e6])
+def test_a_soft_cap_keeps_the_digits_of_logits(soft_cap):
+    arrays, labels, _ = cross_entropy.inputs((5,), 8, 40, weighted=False)
+    options = {"labels": labels, "logits_soft_cap": soft_cap}
+    ours, plain = (
+        ops.linear_cross_entropy(**arrays, **options, config=config)
+        for config in (chunks(False), LinearCrossEntropyConfig(backend="xla"))
+    )
+    np.testing.assert_allclose(ours, plain, rtol=2e-6)
+
+
+def test_in_float16_gradients_wait_for_the_scale_of_the_loss():
+    """Of 512 tokens and 1024 entries they are about 2e-6, and float16 ends at 6e-8."""
+    rng = np.random.default_rng(0)
+    hidden, weight = (rng.normal(size=s).astype(np.float16) / 4 for s in ((512, 16), (16, 1024)))
+    labels = rng.integers(0, 1024, 512)
+
+    def gradient(dtype, scale):
+        def loss(hidden):
+            return scale * ops.linear_cross_entropy(hidden, weight.astype(dtype), labels)
+
+        return np.asarray(jax.grad(loss)(hidden.astype(dtype)), np.float64) / scale
+
+    exact, scaled = gradient(np.float32, 1.0), gradient(np.float16, 1024.0)
+    assert np.linalg.norm(scaled - exact) < 2e-3 * np.linalg.norm(exact)
+
+
+# Meshes
+
+
+def on_a_gpu(call, *arrays, mesh=None, spec=None):
+    """The program of a call for a GPU that need not be there, in a mesh or not."""
+    like = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+    if mesh is None:
+        return jax.jit(call).trace(*like).lower(lowering_platforms=("cuda",)).as_text()
+    if spec is not None:
+        part = jax.shard_map(call, in_specs=spec, out_specs=spec)
+        call = part if mesh.axis_types[0] == AxisType.Auto else lambda x: part(jax.sharding.reshard(x, spec))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(call).trace(*like).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_what_a_mesh_may_spread_is_left_to_xla_and_in_shard_map_it_is_tritons(kind):
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(kind,))
+    x = jnp.ones((8, 32))
+    assert "triton_kernel" not in on_a_gpu(rms_norm, x, mesh=mesh)
+    assert "triton_kernel" in on_a_gpu(rms_norm, x, mesh=mesh, spec=jax.P("data"))
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("devices", [1, 4])
+def test_without_a_mesh_it_is_the_count_of_devices_that_decides(monkeypatch, devices):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    x = jnp.ones((8, 32 * devices))  # choices are kept
+    assert ("triton_kernel" in on_a_gpu(layer_norm, x)) == (devices == 1)

@@ -182,3 +182,19 @@ def test_what_a_module_of_nnx_does_not_pin_is_an_error():
         with pytest.raises(ek.ConfigError, match=r"backend is 'triton', but config\.backend is 'xla'"):
             layer.pin(config=layer.config_type(backend="xla"))
         assert layer.pin(backend=None, config=layer.config_type(backend="xla")).backend is None
+
+
+def test_a_config_for_a_layer_that_stays_a_stock_one_is_refused_with_the_reason():
+    def model():
+        custom = nnx.Linear(
+            WIDTH, 4, dot_general=lambda *args, **kwargs: jax.lax.dot_general(*args, **kwargs), rngs=nnx.Rngs(0)
+        )
+        return nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), custom])
+
+    with pytest.raises(ek.ConfigError, match="rule '1' has no effect: custom dot_general"):
+        ejlayers.swap(model(), rules={"1": SMALL})
+    swapped = ejlayers.swap(model(), rules={"*": SMALL})  # the other one takes it
+    assert type(swapped[0]) is ejlayers.nnx.Linear
+    assert type(ejlayers.swap(model(), rules={"1": False})[1]) is nnx.Linear
+    with pytest.raises(ek.ConfigError, match="LinearConfig, which no layer takes"):
+        ejlayers.swap(nnx.List([model()[1]]), config=SMALL)

@@ -1,11 +1,12 @@
-"""What the ops share of Triton: which devices and types its kernels take, and operands that are not there."""
+"""What ops on rows share of Triton: the methods of a kernel, which devices and types there are, absent operands."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,57 @@ from ..core.invocation import Invocation
 
 _OLDEST = (8, 0)  # before it bfloat16 has no tensor cores
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
-INT32 = 2**31
+MOST_ROWS = 2**30  # with room for the rows of a program beyond the last
+_MOST_PROGRAMS = 2**31 - 1
+_MOST_NUMBERS = 64
+
+
+class TritonRows:
+    """Mixed into a kernel over rows before its base: the methods that choose configs of its Triton version.
+
+    Attributes:
+        launch: the module of its launches, with `unsupported(inv)` and `illegal(inv, cfg)`.
+        prefers_xla: whether a call that nobody has tuned runs on XLA.
+    """
+
+    launch: ClassVar[ModuleType]
+    prefers_xla: ClassVar[bool] = False
+
+    def triton_cfgs(self, inv: Invocation) -> list[Any]:
+        """Configs to try, the best first."""
+        raise NotImplementedError
+
+    def unsupported(self, inv: Invocation, backend: str) -> str | None:
+        """What a back end cannot honour."""
+        return self.launch.unsupported(inv) if backend == "triton" else None
+
+    def illegal(self, inv: Invocation, cfg: Any) -> str | None:
+        """A tile that is missing, or that there is no room for."""
+        if cfg.backend == "triton":
+            return self.launch.illegal(inv, cfg)
+        return super().illegal(inv, cfg)  # type: ignore[misc]
+
+    def candidate_cfgs_triton(self, inv: Invocation) -> list[Any]:
+        """Those to try, where each device has all that it needs."""
+        return [] if may_be_partitioned() else self.triton_cfgs(inv)
+
+    def heuristic_cfg_triton(self, inv: Invocation) -> Any:
+        """The best one."""
+        return self.triton_cfgs(inv)[0]
+
+    def heuristic_cfg_gpu(self: Any, inv: Invocation) -> Any:
+        """Triton's, where it can do the call and no other device may have a part of it; else XLA's."""
+        if self.prefers_xla or may_be_partitioned() or self.unsupported(inv, "triton") is not None:
+            return self.heuristic_cfg(inv)
+        return self.heuristic_cfg_triton(inv)
+
+
+def may_be_partitioned() -> bool:
+    """Whether XLA may spread a call's arrays over devices: a Triton kernel would have them all on each."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() > 1
+    return any(size > 1 for size, kind in zip(mesh.axis_sizes, mesh.axis_types) if kind != jax.sharding.AxisType.Manual)
 
 
 def unfit_device(inv: Invocation) -> str | None:
@@ -49,6 +100,11 @@ def _capability() -> tuple[int, ...] | None:
     return tuple(map(int, text.split("."))) if re.fullmatch(r"\d+\.\d+", text) else None
 
 
+def too_long(programs: int) -> str | None:
+    """Why so many programs cannot be launched; `None` where they can."""
+    return None if programs <= _MOST_PROGRAMS else f"there would be {programs} programs, more than a GPU launches"
+
+
 def given(like: jax.Array, *optional: Any) -> list[Any]:
     """Operands, with some array in place of those that are not given: the kernels do not read them."""
     return [like if x is None else x for x in optional]
@@ -67,3 +123,10 @@ def missing(params: Any, names: Sequence[str], what: str) -> str | None:
         return f"{', '.join(absent)} missing in {params}"
     odd = [f"{name}={n}" for name in names if (n := getattr(params, name)) & (n - 1)]
     return f"{', '.join(odd)}; Triton takes powers of two" if odd else None
+
+
+def too_many(numbers: int) -> str | None:
+    """Why a thread cannot hold so many numbers of a tile; `None` where it can."""
+    if numbers <= _MOST_NUMBERS:
+        return None
+    return f"a thread would hold {numbers} numbers of a tile, more than {_MOST_NUMBERS}: take fewer, or more warps"

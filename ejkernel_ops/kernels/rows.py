@@ -97,7 +97,7 @@ def accumulated(*arrays: Any) -> Any:
 def product_type(out: Any, *operands: Any) -> Any:
     """The type in which a product is made that is then rounded to another one: that one where the operands have it.
 
-    Sums are in float32 all the same, and are rounded once; a GPU writes and reads half as much of 16 bits.
+    Sums are in float32 all the same; a GPU writes and reads half as much of 16 bits.
     """
     same = all(x.dtype == out for x in operands)
     return jnp.dtype(out) if same else jnp.promote_types(accumulated(*operands), out)

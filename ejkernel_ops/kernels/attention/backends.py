@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from ...core.invocation import Invocation
 from ...triton_call import unavailable
 from ...utils.fingerprint import platform_kind
-from ..on_triton import FLOATS, INT32, unfit_device
+from ..on_triton import FLOATS, unfit_device
 from . import cudnn, tiles
 from .triton_spec import dot_precision
 from .xla import Statics
 
 _MOST_DIM = 256
+_INT32 = 2**31
 
 
 def unsupported(inv: Invocation, backend: str) -> str | None:
@@ -43,7 +44,7 @@ def _unsupported_triton(inv: Invocation) -> str | None:
     if 0 in (*query.shape, *key.shape, *value.shape):
         return "an array is empty"
     out_size = query.size // query.shape[3] * value.shape[3]
-    if max(out_size, query.size, key.size, value.size) // query.shape[0] >= INT32:
+    if max(out_size, query.size, key.size, value.size) // query.shape[0] >= _INT32:
         return "one example has 2**31 numbers or more, beyond what the kernels can address: split heads or length"
     if query.dtype == jnp.float32 and dot_precision(inv.kwargs["precision"]) is None:
         return f"Triton has no products of precision {inv.kwargs['precision']!r}"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ...core.invocation import Invocation
 from ..activations import ACTIVATIONS, derivative
 from ..config import OpConfig
+from ..on_triton import TritonRows
 from ..rows import (
     RowKernel,
     accumulated,
@@ -49,31 +50,20 @@ class LinearConfig(OpConfig):
     """
 
 
-class LinearBackward(RowKernel):
+class LinearBackward(TritonRows, RowKernel):
     """Gradients of a linear map with bias and activation."""
 
     name = "linear_bwd"
     config_cls = LinearConfig
+    launch = triton_launch
     direction = "bwd"
     with_rows = ("x", "out", "preact", "dout", "dpreact")
     lazy_cotangents = True
     fields = {"xla": ("bwd.blocksize_m",), "triton": tuple(f"bwd.{n}" for n in triton_launch.BACKWARD_FIELDS)}
 
-    def unsupported(self, inv: Invocation, backend: str) -> str | None:
-        """What a back end cannot honour."""
-        return triton_launch.unsupported(inv) if backend == "triton" else None
-
-    def candidate_cfgs_triton(self, inv: Invocation) -> list[LinearConfig]:
+    def triton_cfgs(self, inv: Invocation) -> list[LinearConfig]:
         """Tiles, and rows of a program."""
         return [LinearConfig(backend="triton", bwd=params) for params in triton_launch.backward_params(inv)]
-
-    def heuristic_cfg_triton(self, inv: Invocation) -> LinearConfig:
-        """The first of the tiles."""
-        return self.candidate_cfgs_triton(inv)[0]
-
-    def illegal(self, inv: Invocation, cfg: LinearConfig) -> str | None:
-        """A tile that is missing, or that registers have no room for."""
-        return triton_launch.illegal(cfg.bwd, "bwd") if cfg.backend == "triton" else super().illegal(inv, cfg)
 
     def run_xla(
         self,
@@ -139,34 +129,20 @@ class LinearBackward(RowKernel):
         return dx, weight_gradient(*rows, weight_layout, dw_type, precision) if need_w else None, db
 
 
-class LinearForward(RowKernel):
+class LinearForward(TritonRows, RowKernel):
     """A linear map over the last axis, with bias and activation; also the product alone, for the backward."""
 
     name = "linear"
     config_cls = LinearConfig
+    launch = triton_launch
     rows, out_rows = (True, False, False), (True, True)
     backward = LinearBackward()
+    prefers_xla = True  # which may fuse more than an activation
     fields = {"xla": ("fwd.blocksize_m",), "triton": tuple(f"fwd.{n}" for n in triton_launch.FORWARD_FIELDS)}
 
-    def unsupported(self, inv: Invocation, backend: str) -> str | None:
-        """What a back end cannot honour."""
-        return triton_launch.unsupported(inv) if backend == "triton" else None
-
-    def candidate_cfgs_triton(self, inv: Invocation) -> list[LinearConfig]:
+    def triton_cfgs(self, inv: Invocation) -> list[LinearConfig]:
         """Tiles."""
         return [LinearConfig(backend="triton", fwd=params) for params in triton_launch.forward_params(inv)]
-
-    def heuristic_cfg_triton(self, inv: Invocation) -> LinearConfig:
-        """The first of the tiles."""
-        return self.candidate_cfgs_triton(inv)[0]
-
-    def heuristic_cfg_gpu(self, inv: Invocation) -> LinearConfig:
-        """XLA, which may fuse more than an activation."""
-        return self.heuristic_cfg(inv)
-
-    def illegal(self, inv: Invocation, cfg: LinearConfig) -> str | None:
-        """A tile that is missing, or that registers have no room for."""
-        return triton_launch.illegal(cfg.fwd, "fwd") if cfg.backend == "triton" else super().illegal(inv, cfg)
 
     def out_like(self, x, weight, bias, *, activation, weight_layout, out_dtype, precision):
         """Types of output and saved product."""
@@ -180,7 +156,7 @@ class LinearForward(RowKernel):
         dtype, out_dtype = accumulated(x, weight), jnp.result_type(x, weight) if out_dtype is None else out_dtype
 
         def chunk(x):
-            made = product(x, weight, weight_layout, product_type(out_dtype, x, weight), precision)
+            made = product(x, weight, weight_layout, self._made(x, weight, bias, out_dtype), precision)
             preact = made.astype(dtype) if bias is None else made.astype(dtype) + bias.astype(dtype)
             if activation is None:
                 return preact.astype(out_dtype), None
@@ -193,8 +169,14 @@ class LinearForward(RowKernel):
     ):
         """The product on XLA, bias and activation in one kernel."""
         out_dtype = jnp.result_type(x, weight) if out_dtype is None else out_dtype
-        made = product(x, weight, weight_layout, product_type(out_dtype, x, weight), precision).astype(out_dtype)
-        return triton_launch.forward(made, bias, cfg.fwd, activation, out_dtype), made
+        made = product(x, weight, weight_layout, self._made(x, weight, bias, out_dtype), precision)
+        return triton_launch.forward(made, bias, cfg.fwd, activation, out_dtype), made.astype(out_dtype)
+
+    @staticmethod
+    def _made(x, weight, bias, out_dtype):
+        """The type of products: with a bias float16 has not the range for it."""
+        narrow = product_type(out_dtype, x, weight)
+        return accumulated(x, weight) if narrow == jnp.float16 and bias is not None else narrow
 
 
 LINEAR = LinearForward()

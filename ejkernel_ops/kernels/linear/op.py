@@ -29,7 +29,9 @@ def linear(
 ) -> Float[Array, "*rows out_features"]:
     """A linear map over the last axis, with bias and activation.
 
-    Sums, bias and activation are in float32 (float64 for float64 inputs). Differentiable in `x`, `weight` and `bias`.
+    Sums, bias and activation are in float32 (float64 for float64 inputs). Products of bfloat16 whose result is bfloat16
+    are rounded to it before the bias, as in stock layers: they are written and read in half the bytes. Differentiable
+    in `x`, `weight` and `bias`.
 
     Args:
         x: `(..., in_features)`.

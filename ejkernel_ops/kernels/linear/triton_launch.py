@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from ...core.invocation import Invocation
 from ...params import BwdParams, FwdParams
 from ...triton_call import triton_call, unavailable
-from ..on_triton import INT32, given, missing, power_of_two, unfit_arrays, unfit_device
+from ..on_triton import FLOATS, MOST_ROWS, given, missing, power_of_two, too_long, too_many, unfit_arrays, unfit_device
 from ..rows import accumulated, num_rows
 
 FORWARD_FIELDS = ("blocksize_m", "blocksize_n", "num_warps")
 BACKWARD_FIELDS = (*FORWARD_FIELDS, "blocksize_k")
 _TILES = ((8, 256, 4), (4, 512, 4), (16, 128, 4), (8, 512, 8), (16, 256, 8))  # rows, columns, warps, the best first
 _SPANS = (128, 64, 256)  # rows of a program of the backward
-_MOST_NUMBERS = 64  # of a tile that a thread holds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,17 +41,22 @@ def unsupported(inv: Invocation) -> str | None:
         return "without an activation a linear map is products, which are XLA's"
     if accumulated(x, weight) != jnp.float32:
         return f"Triton takes bfloat16, float16 and float32, these sums are {accumulated(x, weight)}"
-    if num_rows(x) >= INT32:
-        return "there are 2**31 rows or more"
+    if num_rows(x) > MOST_ROWS:
+        return "there are more than 2**30 rows"
+    if (out_dtype := inv.arguments["out_dtype"]) is not None and out_dtype not in FLOATS:
+        return f"Triton makes bfloat16, float16 and float32, preferred_element_type is {jnp.dtype(out_dtype)}"
     if inv.arguments.get("dpreact") is not None or ("dout" in inv.arguments and inv.arguments["dout"] is None):
         return "the Triton kernel takes the cotangent of the output alone"
     return unfit_device(inv) or unfit_arrays(inv, ("x", "weight", "bias", "dout", "out")) or unavailable()
 
 
+def _features(inv: Invocation) -> int:
+    """The features of a call's output."""
+    return inv.arguments["weight"].shape[1 if inv.arguments["weight_layout"] == "io" else 0]
+
+
 def _tiles(inv: Invocation) -> list[tuple[int, int, int]]:
-    weight, layout = inv.arguments["weight"], inv.arguments["weight_layout"]
-    features = power_of_two(weight.shape[1 if layout == "io" else 0])
-    rows = power_of_two(num_rows(inv.arguments["x"]))
+    rows, features = power_of_two(num_rows(inv.arguments["x"])), power_of_two(_features(inv))
     return list(dict.fromkeys((min(m, rows), min(n, features), warps) for m, n, warps in _TILES))
 
 
@@ -68,22 +72,24 @@ def backward_params(inv: Invocation) -> list[BwdParams]:
     return [BwdParams(blocksize_m=m, blocksize_n=n, num_warps=w, blocksize_k=max(m, span)) for (m, n, w), span in pairs]
 
 
-def illegal(params: Any, direction: str) -> str | None:
-    """Why the kernel of a direction cannot run with some parameters; `None` where it can."""
-    if fault := missing(params, FORWARD_FIELDS if direction == "fwd" else BACKWARD_FIELDS, direction):
+def illegal(inv: Invocation, cfg: Any) -> str | None:
+    """Why the kernel of a call's direction cannot run with a config; `None` where it can."""
+    backward = "dout" in inv.arguments
+    params = cfg.bwd if backward else cfg.fwd
+    fault = missing(params, BACKWARD_FIELDS, "bwd") if backward else missing(params, FORWARD_FIELDS, "fwd")
+    if fault:
         return fault
-    if (numbers := params.blocksize_m * params.blocksize_n // (32 * params.num_warps)) > _MOST_NUMBERS:
-        return f"a thread would hold {numbers} numbers, more than {_MOST_NUMBERS}: take a smaller tile, or more warps"
-    if direction == "bwd" and params.blocksize_k < params.blocksize_m:
+    if backward and params.blocksize_k < params.blocksize_m:
         return f"blocksize_k is {params.blocksize_k}, less than one tile of {params.blocksize_m} rows"
-    return None
+    span = params.blocksize_k if backward else params.blocksize_m
+    programs = -(-num_rows(inv.arguments["x"]) // span) * -(-_features(inv) // params.blocksize_n)
+    return too_long(programs) or too_many(params.blocksize_m * params.blocksize_n // (32 * params.num_warps))
 
 
-def _spec(product: jax.Array, bias: Any, params: Any, activation: str, **more: Any) -> ActivationSpec:
+def _spec(product: jax.Array, bias: Any, params: Any, span: int, activation: str, **more: Any) -> ActivationSpec:
     return ActivationSpec(
         rows=num_rows(product), features=product.shape[-1], block_m=params.blocksize_m, block_n=params.blocksize_n,
-        span=params.blocksize_k or params.blocksize_m, activation=activation,
-        has_bias=bias is not None, **more,
+        span=span, activation=activation, has_bias=bias is not None, **more,
     )  # fmt: skip
 
 
@@ -95,7 +101,7 @@ def forward(product: jax.Array, bias: Any, params: Any, activation: Any, dtype: 
     """The activation of `product + bias`."""
     from .triton_tiles import activation_forward
 
-    spec = _spec(product, bias, params, activation)
+    spec = _spec(product, bias, params, params.blocksize_m, activation)
     [out] = triton_call(
         activation_forward, product, *given(product, bias), out_types=[jax.ShapeDtypeStruct(product.shape, dtype)],
         grid=_programs(spec), num_warps=params.num_warps, num_stages=1, name="activation_forward", spec=spec,
@@ -109,7 +115,7 @@ def backward(
     """The gradient of `product`, and that of the bias where it is wanted."""
     from .triton_tiles import activation_backward
 
-    spec = _spec(product, bias, params, activation, want_bias=want_bias)
+    spec = _spec(product, bias, params, params.blocksize_k, activation, want_bias=want_bias)
     part = (-(-spec.rows // spec.span), spec.features) if want_bias else (1,)
     grad, dbias = triton_call(
         activation_backward, product, *given(product, bias), dout,

@@ -44,7 +44,7 @@ def activation_backward(product_ptr, bias_ptr, dout_ptr, grad_ptr, dbias_ptr, sp
         if spec.want_bias:
             total += tl.where(inside, grad, 0.0)
     if spec.want_bias:
-        tl.store(dbias_ptr + span * spec.features + columns, tl.sum(total, 0), columns < spec.features)
+        tl.store(dbias_ptr + span.to(tl.int64) * spec.features + columns, tl.sum(total, 0), columns < spec.features)
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def activation(x, spec: tl.constexpr):
     elif name == "silu":
         y = x * _sigmoid(x)
     else:
-        y = tl.maximum(x, 0.0)
+        y = tl.where(x < 0, 0.0, x)  # NaN stays
         if name == "squared_relu":
             y *= y
     return y
@@ -87,7 +87,7 @@ def derivative(x, spec: tl.constexpr):
         sigmoid = _sigmoid(x)
         y = sigmoid * (1 + x * (1 - sigmoid))
     elif name == "squared_relu":
-        y = 2 * tl.maximum(x, 0.0)
+        y = 2 * tl.where(x < 0, 0.0, x)
     else:
         y = tl.where(x > 0, 1.0, 0.0)
     return y

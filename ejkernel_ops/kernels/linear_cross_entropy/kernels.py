@@ -17,6 +17,7 @@ from ...params import BwdParams, FwdParams
 from ...utils.fingerprint import platform_kind
 from ...utils.varying import equally_varying
 from ..config import OpConfig
+from ..on_triton import TritonRows
 from ..rows import accumulated, held_back, over_rows, product, product_type, transposed, weight_gradient
 from . import triton_launch
 from .loss import IGNORED, Loss, Sums, counted
@@ -186,18 +187,19 @@ def with_gradients_triton(
         low = grad.astype(hidden.dtype)
         dh = product(low, weight, transposed(layout), dh_type, precision) if need_h else None
         dw = weight_gradient(hidden, low, layout, jnp.float32, precision) if need_w else None
-        db = grad.sum(0) if made == jnp.float32 and bias is not None else None
+        db = grad.sum(0) if need_b and bias is not None else None
         return (sums, loss.losses(labels, sums, vocab), dh), (dw, db)
 
     (sums, losses, dh), (dw, db) = over_rows(chunk, [hidden, labels, scale], params.blocksize_m)
     return (sums, losses), (dh, dw, db)
 
 
-class LinearCrossEntropyBackward(Kernel):
+class LinearCrossEntropyBackward(TritonRows, Kernel):
     """Gradients of hidden states, weight, bias and coefficients: those that the forward made, or made here."""
 
     name = "linear_cross_entropy_bwd"
     config_cls = LinearCrossEntropyConfig
+    launch = triton_launch
     fields = {
         "xla": ("bwd.blocksize_m", "bwd.blocksize_n"),
         "triton": tuple(f"bwd.{name}" for name in triton_launch.FIELDS),
@@ -214,7 +216,7 @@ class LinearCrossEntropyBackward(Kernel):
 
     candidate_cfgs_xla = candidate_cfgs
 
-    def candidate_cfgs_triton(self, inv: Invocation) -> list[LinearCrossEntropyConfig]:
+    def triton_cfgs(self, inv: Invocation) -> list[LinearCrossEntropyConfig]:
         """Chunks of rows."""
         params = triton_launch.params(BwdParams, _row_chunks(inv), _sizes(inv)[1])
         return [LinearCrossEntropyConfig(backend="triton", bwd=bwd) for bwd in params]
@@ -223,17 +225,9 @@ class LinearCrossEntropyBackward(Kernel):
         """The greatest chunks."""
         return self.candidate_cfgs(inv)[0]
 
-    def heuristic_cfg_triton(self, inv: Invocation) -> LinearCrossEntropyConfig:
-        """The greatest chunks."""
-        return self.candidate_cfgs_triton(inv)[0]
-
-    def unsupported(self, inv: Invocation, backend: str) -> str | None:
-        """What a back end cannot honour."""
-        return triton_launch.unsupported(inv) if backend == "triton" else None
-
     def illegal(self, inv: Invocation, cfg: LinearCrossEntropyConfig) -> str | None:
         """A missing chunk; every other one is legal, for it is cut to the sizes."""
-        return triton_launch.illegal(cfg.bwd, "bwd") if cfg.backend == "triton" else _missing(cfg.bwd)
+        return super().illegal(inv, cfg) if cfg.backend == "triton" else _missing(cfg.bwd)
 
     def odd_calls(self, inv: Invocation) -> list[Invocation]:
         """None: gradients that the forward made have the shapes of its operands."""
@@ -328,11 +322,12 @@ class LinearCrossEntropyBackward(Kernel):
         return [dh, None if dw is None else dw.astype(weight.dtype), None if db is None else db.astype(bias.dtype)]
 
 
-class LinearCrossEntropyForward(Kernel):
+class LinearCrossEntropyForward(TritonRows, Kernel):
     """Cross-entropy of a linear map's logits, summed with coefficients or not."""
 
     name = "linear_cross_entropy"
     config_cls = LinearCrossEntropyConfig
+    launch = triton_launch
     fields = {
         "xla": ("fwd.blocksize_m", "fwd.blocksize_n", "recompute"),
         "triton": (*(f"fwd.{name}" for name in triton_launch.FIELDS), "recompute"),
@@ -357,7 +352,7 @@ class LinearCrossEntropyForward(Kernel):
 
     candidate_cfgs_xla = candidate_cfgs
 
-    def candidate_cfgs_triton(self, inv: Invocation) -> list[LinearCrossEntropyConfig]:
+    def triton_cfgs(self, inv: Invocation) -> list[LinearCrossEntropyConfig]:
         """Gradients made in the forward where there may be, chunks of rows."""
         params = triton_launch.params(FwdParams, _row_chunks(inv), _sizes(inv)[1])
         recompute = not self._may_be_made_here(inv)
@@ -365,19 +360,12 @@ class LinearCrossEntropyForward(Kernel):
 
     @staticmethod
     def _may_be_made_here(inv: Invocation) -> bool:
-        return bool(inv.residuals and inv.arguments["reduce"])
+        """Whether the forward makes gradients if nobody says: in float16 they wait for the scale of the loss."""
+        return bool(inv.residuals and inv.arguments["reduce"]) and inv.arguments["hidden"].dtype != jnp.float16
 
     def heuristic_cfg(self, inv: Invocation) -> LinearCrossEntropyConfig:
         """Gradients made in the forward where there may be, the greatest chunks."""
         return self.candidate_cfgs(inv)[0]
-
-    def heuristic_cfg_triton(self, inv: Invocation) -> LinearCrossEntropyConfig:
-        """The greatest chunks."""
-        return self.candidate_cfgs_triton(inv)[0]
-
-    def unsupported(self, inv: Invocation, backend: str) -> str | None:
-        """What a back end cannot honour."""
-        return triton_launch.unsupported(inv) if backend == "triton" else None
 
     def illegal(self, inv: Invocation, cfg: LinearCrossEntropyConfig) -> str | None:
         """A missing chunk, or gradients in the forward where there can be none."""
@@ -386,7 +374,7 @@ class LinearCrossEntropyForward(Kernel):
         if not cfg.recompute and not inv.arguments["reduce"]:
             return "without a reduction gradients wait for the cotangents: recompute=False cannot make them before"
         if cfg.backend == "triton":
-            return triton_launch.illegal(cfg.fwd, "fwd")
+            return super().illegal(inv, cfg)
         if not cfg.recompute and inv.residuals and cfg.fwd is not None and cfg.fwd.blocksize_n is not None:
             if cfg.fwd.blocksize_n < (vocab := _sizes(inv)[1]):
                 return f"recompute=False takes chunks of the whole vocabulary, blocksize_n={vocab}"

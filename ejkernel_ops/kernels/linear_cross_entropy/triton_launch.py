@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from ...core.invocation import Invocation
 from ...params import BwdParams, FwdParams
 from ...triton_call import triton_call, unavailable
-from ..on_triton import given, missing, power_of_two, unfit_arrays, unfit_device
+from ..on_triton import given, missing, power_of_two, too_many, unfit_arrays, unfit_device
 from ..rows import accumulated, product
 from .loss import Loss, Sums
 
 P = TypeVar("P", FwdParams, BwdParams)
 FIELDS = ("blocksize_m", "blocksize_n", "num_warps")
 _BLOCKS = ((4096, 8), (8192, 16), (2048, 4))  # columns of a block and warps, the best first
-_MOST_NUMBERS = 64  # of a block that a thread holds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,15 +48,14 @@ def params(kind: type[P], chunks: list[int], vocab: int) -> list[P]:
     return [kind(blocksize_m=m, blocksize_n=n, num_warps=w) for m, n, w in dict.fromkeys(pairs)]
 
 
-def illegal(params: Any, direction: str) -> str | None:
-    """Why the kernel cannot run with the parameters of a direction; `None` where it can."""
+def illegal(inv: Invocation, cfg: Any) -> str | None:
+    """Why the kernel cannot run with a config; `None` where it can."""
+    params, direction = (cfg.bwd, "bwd") if "dout" in inv.arguments else (cfg.fwd, "fwd")
     if fault := missing(params, ("blocksize_n", "num_warps"), direction):
         return fault
     if params.blocksize_m is None:
         return f"blocksize_m missing in {params}"
-    if (numbers := params.blocksize_n // (32 * params.num_warps)) > _MOST_NUMBERS:
-        return f"a thread would hold {numbers} numbers of a block, more than {_MOST_NUMBERS}: take more warps"
-    return None
+    return too_many(params.blocksize_n // (32 * params.num_warps))
 
 
 def of_rows(

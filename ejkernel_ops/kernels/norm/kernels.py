@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ...core.invocation import Invocation
 from ...utils.fingerprint import platform_kind
 from ..config import OpConfig
+from ..on_triton import TritonRows
 from ..rows import RowKernel, accumulated, by_rows, flat_rows, over_rows
 from . import triton_launch
 
@@ -36,7 +37,7 @@ class NormConfig(OpConfig):
     """
 
 
-class NormBackward(RowKernel):
+class NormBackward(TritonRows, RowKernel):
     """Gradients of a norm, in one pass over the rows.
 
     With `away`, the rows less their mean, and `g`, the cotangent, that of a row is `rstd * (g * scale -
@@ -44,6 +45,7 @@ class NormBackward(RowKernel):
     """
 
     config_cls = NormConfig
+    launch = triton_launch
     direction = "bwd"
     with_rows = (
         "x", "residual", "normed", "summed", "mean", "rstd", "dnormed", "dsummed", "dmean", "drstd"
@@ -53,25 +55,13 @@ class NormBackward(RowKernel):
     fields = {"xla": ("bwd.blocksize_m",), "triton": tuple(f"bwd.{n}" for n in triton_launch.BACKWARD_FIELDS)}
     centred: ClassVar[bool]
 
-    def unsupported(self, inv: Invocation, backend: str) -> str | None:
-        """What a back end cannot honour."""
-        return triton_launch.unsupported(inv) if backend == "triton" else None
-
-    def candidate_cfgs_triton(self, inv: Invocation) -> list[NormConfig]:
+    def triton_cfgs(self, inv: Invocation) -> list[NormConfig]:
         """Tiles of rows, and rows of a program."""
         return [NormConfig(backend="triton", bwd=params) for params in triton_launch.backward_params(inv)]
 
     def candidate_cfgs_xla(self, inv: Invocation) -> list[NormConfig]:
         """All rows at once, and chunks where caches are great."""
         return self.candidate_cfgs(inv)[: 1 if platform_kind(inv.platform) == "gpu" else None]
-
-    def heuristic_cfg_triton(self, inv: Invocation) -> NormConfig:
-        """The first of the tiles."""
-        return self.candidate_cfgs_triton(inv)[0]
-
-    def illegal(self, inv: Invocation, cfg: NormConfig) -> str | None:
-        """A tile that is missing, or that registers have no room for."""
-        return triton_launch.illegal(inv, cfg.bwd, "bwd") if cfg.backend == "triton" else super().illegal(inv, cfg)
 
     def run_triton(
         self, x, scale, bias, residual, normed, summed, mean, rstd, dnormed, dsummed, dmean, drstd, *, cfg, needs,
@@ -125,35 +115,24 @@ class NormBackward(RowKernel):
         return dx, dscale, dbias, dresidual
 
 
-class NormForward(RowKernel):
+class NormForward(TritonRows, RowKernel):
     """A norm over the last axis, of the sum with a residual; also that sum and the statistics, for the backward."""
 
     config_cls = NormConfig
+    launch = triton_launch
     with_rows = ("x", "residual")
     chunks = (1024, 256, 64)
     rows, out_rows = (True, False, False, True), (True, True, True, True)
     fields = {"xla": ("fwd.blocksize_m",), "triton": tuple(f"fwd.{n}" for n in triton_launch.FORWARD_FIELDS)}
     centred: ClassVar[bool]
 
-    def unsupported(self, inv: Invocation, backend: str) -> str | None:
-        """What a back end cannot honour."""
-        return triton_launch.unsupported(inv) if backend == "triton" else None
-
-    def candidate_cfgs_triton(self, inv: Invocation) -> list[NormConfig]:
+    def triton_cfgs(self, inv: Invocation) -> list[NormConfig]:
         """Tiles of rows."""
         return [NormConfig(backend="triton", fwd=params) for params in triton_launch.forward_params(inv)]
 
     def candidate_cfgs_xla(self, inv: Invocation) -> list[NormConfig]:
         """All rows at once, and chunks where caches are great."""
         return self.candidate_cfgs(inv)[: 1 if platform_kind(inv.platform) == "gpu" else None]
-
-    def heuristic_cfg_triton(self, inv: Invocation) -> NormConfig:
-        """The first of the tiles."""
-        return self.candidate_cfgs_triton(inv)[0]
-
-    def illegal(self, inv: Invocation, cfg: NormConfig) -> str | None:
-        """A tile that is missing, or that registers have no room for."""
-        return triton_launch.illegal(inv, cfg.fwd, "fwd") if cfg.backend == "triton" else super().illegal(inv, cfg)
 
     def run_triton(self, x, scale=None, bias=None, residual=None, *, cfg, epsilon=1e-6):
         """Tiles of rows in Triton."""

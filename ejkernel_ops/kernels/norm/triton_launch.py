@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from ...core.invocation import Invocation
 from ...params import BwdParams, FwdParams
 from ...triton_call import triton_call, unavailable
-from ..on_triton import INT32, given, missing, power_of_two, unfit_arrays, unfit_device
+from ..on_triton import MOST_ROWS, given, missing, power_of_two, too_many, unfit_arrays, unfit_device
 from ..rows import num_rows
 
 _ARRAYS = ("x", "residual", "summed", "scale", "bias", "dnormed", "dsummed")
 _MOST_FEATURES = 8192
-_MOST_NUMBERS = 64  # of a row that a thread holds, of each array
 FORWARD_FIELDS = ("blocksize_m", "num_warps")
 BACKWARD_FIELDS = (*FORWARD_FIELDS, "blocksize_k")
 
@@ -46,12 +45,10 @@ def unsupported(inv: Invocation) -> str | None:
     features = inv.arguments["x"].shape[-1]
     if features > _MOST_FEATURES:
         return f"the Triton kernels hold a row of at most {_MOST_FEATURES} features, these are {features}"
-    if num_rows(inv.arguments["x"]) >= INT32:
-        return "there are 2**31 rows or more"
+    if num_rows(inv.arguments["x"]) > MOST_ROWS:
+        return "there are more than 2**30 rows"
     if any(inv.arguments.get(name) is not None for name in ("dmean", "drstd")):
         return "the Triton kernels take no cotangents of the statistics"
-    if "dnormed" in inv.arguments and inv.arguments["dnormed"] is None:
-        return "the norm has no cotangent"
     return unfit_device(inv) or unfit_arrays(inv, _ARRAYS) or unavailable()
 
 
@@ -82,19 +79,17 @@ def backward_params(inv: Invocation) -> list[BwdParams]:
     return [BwdParams(blocksize_m=m, num_warps=w, blocksize_k=max(m, span)) for m, w, span in pairs]
 
 
-def illegal(inv: Invocation, params: Any, direction: str) -> str | None:
-    """Why the kernel of a direction cannot run with some parameters; `None` where it can."""
-    fault = missing(params, FORWARD_FIELDS if direction == "fwd" else BACKWARD_FIELDS, direction)
+def illegal(inv: Invocation, cfg: Any) -> str | None:
+    """Why the kernel of a call's direction cannot run with a config; `None` where it can."""
+    backward = "dnormed" in inv.arguments
+    params = cfg.bwd if backward else cfg.fwd
+    fault = missing(params, BACKWARD_FIELDS, "bwd") if backward else missing(params, FORWARD_FIELDS, "fwd")
     if fault:
         return fault
-    features = power_of_two(inv.arguments["x"].shape[-1])
-    if (numbers := features * params.blocksize_m // (32 * params.num_warps)) > _MOST_NUMBERS:
-        return (
-            f"a thread would hold {numbers} numbers of a row, more than {_MOST_NUMBERS}: take fewer rows, or more warps"
-        )
-    if direction == "bwd" and params.blocksize_k < params.blocksize_m:
+    if backward and params.blocksize_k < params.blocksize_m:
         return f"blocksize_k is {params.blocksize_k}, less than one tile of {params.blocksize_m} rows"
-    return None
+    features = power_of_two(inv.arguments["x"].shape[-1])
+    return too_many(features * params.blocksize_m // (32 * params.num_warps))
 
 
 def forward(x, scale, bias, residual, *, params: Any, centred: bool, epsilon: float) -> tuple:
@@ -121,6 +116,7 @@ def backward(total, scale, mean, rstd, dnormed, dsummed, *, params: Any, centred
     from .triton_rows import norm_backward
 
     need_rows, need_scale, need_bias = needs
+    dnormed = jnp.zeros_like(total) if dnormed is None else dnormed  # of the sum alone
     spec = NormSpec(
         rows=num_rows(total), features=total.shape[-1], block_m=params.blocksize_m,
         block_f=power_of_two(total.shape[-1]), span=params.blocksize_k, centred=centred, has_scale=scale is not None,

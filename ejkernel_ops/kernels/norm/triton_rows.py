@@ -91,6 +91,6 @@ def norm_backward(
                 dtotal += tl.load(dsummed_ptr + at, inside, 0.0).to(tl.float32)
             tl.store(dtotal_ptr + at, dtotal, inside)
     if spec.want_scale:
-        tl.store(dscale_ptr + program * spec.features + columns, tl.sum(dscale, 0), real)
+        tl.store(dscale_ptr + program.to(tl.int64) * spec.features + columns, tl.sum(dscale, 0), real)
     if spec.want_bias:
-        tl.store(dbias_ptr + program * spec.features + columns, tl.sum(dbias, 0), real)
+        tl.store(dbias_ptr + program.to(tl.int64) * spec.features + columns, tl.sum(dbias, 0), real)
