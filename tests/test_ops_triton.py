@@ -30,7 +30,7 @@ from .reference import case_name, mostly_once, pairwise
 
 pytest.importorskip("triton", reason="needs triton, which there is for Linux")
 ON_GPU = jax.default_backend() == "gpu"
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
+pytestmark = [pytest.mark.gpu] if ON_GPU else [pytest.mark.once]
 
 
 @pytest.fixture(autouse=True)
