@@ -150,11 +150,13 @@ def test_activations_of_extreme_numbers_are_those_of_xla(activation):
         np.testing.assert_allclose(ours, plain, rtol=1e-6)
 
 
-def test_the_range_of_a_product_in_float16_is_that_of_its_sum_with_the_bias():
+@pytest.mark.parametrize("config", [activated((2, 2), (2, 2), 4), LinearConfig(backend="xla")], ids=["triton", "xla"])
+def test_the_range_of_a_product_in_float16_is_that_of_its_sum_with_the_bias(config):
+    """The product is 80000, beyond float16; with its bias it is 50000, where GELU is the number itself."""
     x, weight, bias = (jnp.full(s, v, jnp.float16) for s, v in (((2, 8), 100.0), ((8, 2), 100.0), (2, -30000.0)))
-    for config in (activated((2, 2), (2, 2), 4), LinearConfig(backend="xla")):
-        out = ops.linear(x, weight, bias, activation="relu", config=config)
-        np.testing.assert_array_equal(out, np.full((2, 2), 50000, np.float16))
+    out, pull = jax.vjp(lambda x: ops.linear(x, weight, bias, activation="gelu", config=config), x)
+    np.testing.assert_array_equal(out, np.full((2, 2), 50000, np.float16))
+    np.testing.assert_array_equal(pull(jnp.ones_like(out))[0], np.full((2, 8), 200, np.float16))
 
 
 def test_without_an_activation_there_is_nothing_for_triton():

@@ -125,6 +125,16 @@ def missing(params: Any, names: Sequence[str], what: str) -> str | None:
     return f"{', '.join(odd)}; Triton takes powers of two" if odd else None
 
 
+def params_of(cfg: Any, fields: Sequence[str], *, backward: bool) -> tuple[Any, str | None]:
+    """The parameters of a direction in a config, and why its kernel cannot take them, if it cannot."""
+    name = "bwd" if backward else "fwd"
+    params = getattr(cfg, name)
+    fault = missing(params, fields, name)
+    if fault is None and backward and params.blocksize_k < params.blocksize_m:
+        fault = f"blocksize_k is {params.blocksize_k}, less than one tile of {params.blocksize_m} rows"
+    return params, fault
+
+
 def too_many(numbers: int) -> str | None:
     """Why a thread cannot hold so many numbers of a tile; `None` where it can."""
     if numbers <= _MOST_NUMBERS:

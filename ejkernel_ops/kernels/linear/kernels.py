@@ -6,6 +6,7 @@ On Triton the products are XLA's still, and what is left to do is one kernel in 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -146,21 +147,23 @@ class LinearForward(TritonRows, RowKernel):
 
     def out_like(self, x, weight, bias, *, activation, weight_layout, out_dtype, precision):
         """Types of output and saved product."""
-        out = product(x, weight, weight_layout, None, None).astype(out_dtype)
-        return out, None if activation is None else out
+        made = product(x, weight, weight_layout, None, None)
+        saved = None if activation is None else made.astype(_saved_type(x, weight, bias, out_dtype))
+        return made.astype(out_dtype), saved
 
     def run_xla(
         self, x, weight, bias=None, *, cfg, activation=None, weight_layout="io", out_dtype=None, precision=None
     ):
         """Chunks of rows: product, bias and activation while a chunk is in the caches."""
         dtype, out_dtype = accumulated(x, weight), jnp.result_type(x, weight) if out_dtype is None else out_dtype
+        saved_type = _saved_type(x, weight, bias, out_dtype)
 
         def chunk(x):
-            made = product(x, weight, weight_layout, self._made(x, weight, bias, out_dtype), precision)
+            made = product(x, weight, weight_layout, product_type(saved_type, x, weight), precision)
             preact = made.astype(dtype) if bias is None else made.astype(dtype) + bias.astype(dtype)
             if activation is None:
                 return preact.astype(out_dtype), None
-            return ACTIVATIONS[activation](preact).astype(out_dtype), made.astype(out_dtype)
+            return ACTIVATIONS[activation](preact).astype(out_dtype), made.astype(saved_type)
 
         return by_rows(chunk, [x], self.chunk(cfg))
 
@@ -169,14 +172,14 @@ class LinearForward(TritonRows, RowKernel):
     ):
         """The product on XLA, bias and activation in one kernel."""
         out_dtype = jnp.result_type(x, weight) if out_dtype is None else out_dtype
-        made = product(x, weight, weight_layout, self._made(x, weight, bias, out_dtype), precision)
-        return triton_launch.forward(made, bias, cfg.fwd, activation, out_dtype), made.astype(out_dtype)
+        saved_type = _saved_type(x, weight, bias, out_dtype)
+        made = product(x, weight, weight_layout, product_type(saved_type, x, weight), precision)
+        return triton_launch.forward(made, bias, cfg.fwd, activation, out_dtype), made.astype(saved_type)
 
-    @staticmethod
-    def _made(x, weight, bias, out_dtype):
-        """The type of products: with a bias float16 has not the range for it."""
-        narrow = product_type(out_dtype, x, weight)
-        return accumulated(x, weight) if narrow == jnp.float16 and bias is not None else narrow
+
+def _saved_type(x: Any, weight: Any, bias: Any, out_dtype: Any) -> Any:
+    """The type of products that wait for their bias: that of the result, but float16 has not the range for them."""
+    return accumulated(x, weight) if out_dtype == jnp.float16 and bias is not None else out_dtype
 
 
 LINEAR = LinearForward()

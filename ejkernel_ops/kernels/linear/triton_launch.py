@@ -11,7 +11,17 @@ import jax.numpy as jnp
 from ...core.invocation import Invocation
 from ...params import BwdParams, FwdParams
 from ...triton_call import triton_call, unavailable
-from ..on_triton import FLOATS, MOST_ROWS, given, missing, power_of_two, too_long, too_many, unfit_arrays, unfit_device
+from ..on_triton import (
+    FLOATS,
+    MOST_ROWS,
+    given,
+    params_of,
+    power_of_two,
+    too_long,
+    too_many,
+    unfit_arrays,
+    unfit_device,
+)
 from ..rows import accumulated, num_rows
 
 FORWARD_FIELDS = ("blocksize_m", "blocksize_n", "num_warps")
@@ -75,12 +85,9 @@ def backward_params(inv: Invocation) -> list[BwdParams]:
 def illegal(inv: Invocation, cfg: Any) -> str | None:
     """Why the kernel of a call's direction cannot run with a config; `None` where it can."""
     backward = "dout" in inv.arguments
-    params = cfg.bwd if backward else cfg.fwd
-    fault = missing(params, BACKWARD_FIELDS, "bwd") if backward else missing(params, FORWARD_FIELDS, "fwd")
+    params, fault = params_of(cfg, BACKWARD_FIELDS if backward else FORWARD_FIELDS, backward=backward)
     if fault:
         return fault
-    if backward and params.blocksize_k < params.blocksize_m:
-        return f"blocksize_k is {params.blocksize_k}, less than one tile of {params.blocksize_m} rows"
     span = params.blocksize_k if backward else params.blocksize_m
     programs = -(-num_rows(inv.arguments["x"]) // span) * -(-_features(inv) // params.blocksize_n)
     return too_long(programs) or too_many(params.blocksize_m * params.blocksize_n // (32 * params.num_warps))

@@ -33,8 +33,7 @@ class LinearCrossEntropyConfig(OpConfig):
     """Back end and chunks of `linear_cross_entropy`; a field left `None` inherits.
 
     Args:
-        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which the op has `"triton"`, in the forward, and
-            `"xla"`.
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which the op has `"triton"` and `"xla"`.
         fwd: `blocksize_m` rows by `blocksize_n` entries of the vocabulary: the logits that the forward holds. On Triton
             it holds those of all entries, and a program takes `blocksize_n` of them at a time with `num_warps`.
         bwd: the same of the backward, where it computes logits again.
