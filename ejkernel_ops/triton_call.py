@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,7 @@ def triton_call(
     num_warps: int,
     num_stages: int,
     name: str,
+    input_output_aliases: Mapping[int, int] | None = None,
     **constants: Any,
 ) -> list[jax.Array]:
     """Launches a Triton kernel.
@@ -61,6 +62,8 @@ def triton_call(
         num_warps: warps of a program.
         num_stages: loop iterations in flight.
         name: what the call is named in profiles.
+        input_output_aliases: operands over which outputs are written, both by number. The operand is copied first
+            where it is needed later.
         constants: values of the `tl.constexpr` parameters, by name.
 
     Returns:
@@ -68,14 +71,17 @@ def triton_call(
 
     Raises:
         TypeError: something that is no `@triton.jit` function, or arguments that do not fit its parameters.
+        ValueError: an alias of arrays of which there is none, or that differ in shape or type.
 
     Example:
         `triton_call(add, x, y, out_types=[jax.typeof(x)], grid=(4,), num_warps=4, num_stages=2, name="add", BLOCK=64)`
     """
     _check(kernel, len(operands) + len(out_types), constants)
     types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in out_types)
+    aliases = tuple((input_output_aliases or {}).items())
+    _check_aliases(aliases, operands, types)
     values = tuple((key, type(value), value) for key, value in constants.items())
-    launch = _Launch(kernel.fn, kernel, types, tuple(grid), num_warps, num_stages, name, values)
+    launch = _Launch(kernel.fn, kernel, types, tuple(grid), num_warps, num_stages, name, aliases, values)
     outs = triton_call_p.bind(*operands, launch=launch)
     return equally_varying(outs, *operands)
 
@@ -91,6 +97,7 @@ class _Launch:
     num_warps: int
     num_stages: int
     name: str
+    aliases: tuple[tuple[int, int], ...]  # operand and output
     values: tuple[tuple[str, type, Any], ...]  # 1, 1.0 and True are different constants
 
     @property
@@ -107,6 +114,16 @@ def _check(kernel: Any, num_arrays: int, constants: dict[str, Any]) -> None:
     wanted = {p.name for p in kernel.params if p.is_constexpr}
     if wanted != set(constants):
         raise TypeError(f"{kernel.__name__} takes the constants {sorted(wanted)}; got {sorted(constants)}")
+
+
+def _check_aliases(aliases: Any, operands: Sequence[Any], types: Sequence[Any]) -> None:
+    for operand, out in aliases:
+        if not (0 <= operand < len(operands) and 0 <= out < len(types)):
+            there = f"{len(operands)} operands and {len(types)} outputs"
+            raise ValueError(f"input_output_aliases has {operand}: {out}; there are {there}, counted from 0")
+        given, made = ((x.shape, x.dtype) for x in (operands[operand], types[out]))
+        if given != made:
+            raise ValueError(f"input_output_aliases has {operand}: {out}; operand {given} and output {made} differ")
 
 
 # The primitive
@@ -128,7 +145,8 @@ def _compiled(*operands: Any, launch: _Launch) -> list[jax.Array]:
     outs = {"out_type": types} if hasattr(library, "TritonFunction") else {"out_shape": types}
     return library.triton_call(
         *operands, kernel=launch.kernel, grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages,
-        name=launch.name, compute_capability=_compute_capability(), **outs, **launch.constants,
+        name=launch.name, compute_capability=_compute_capability(),
+        input_output_aliases=dict(launch.aliases), **outs, **launch.constants,
     )  # fmt: skip
 
 
@@ -143,7 +161,7 @@ def _lower_interpreted(context: Any, *operands: Any, launch: _Launch) -> Any:
     from .triton_interpreter import interpret
 
     def run(*arrays):
-        return tuple(interpret(launch.kernel, launch.grid, arrays, launch.out_types, launch.constants))
+        return tuple(interpret(launch.kernel, launch.grid, arrays, launch.out_types, launch.constants, launch.aliases))
 
     # Not `jax.pure_callback`: it hands over JAX arrays, and to wait for one in here may be to wait for ever.
     outs, _, _ = mlir.emit_python_callback(

@@ -40,6 +40,7 @@ def interpret(
     operands: Sequence[np.ndarray],
     out_types: Sequence[Any],
     constants: Mapping[str, Any],
+    aliases: Sequence[tuple[int, int]] = (),
 ) -> list[np.ndarray]:
     """Runs every program of a kernel, one after the other.
 
@@ -49,6 +50,7 @@ def interpret(
         operands: arrays, which are only read.
         out_types: objects with the `shape` and `dtype` of each output.
         constants: values of the `tl.constexpr` parameters.
+        aliases: operand and output, by number, that share memory; the operand itself stays as it is.
 
     Returns:
         The outputs: NaN, or a strange integer, where the kernel wrote nothing.
@@ -61,7 +63,11 @@ def interpret(
         `interpret(add, (4,), [x, y], [jax.ShapeDtypeStruct(x.shape, x.dtype)], {"BLOCK": 64})`
     """
     outs = [unwritten(t.shape, t.dtype) for t in out_types]
-    arrays = [np.ascontiguousarray(a).reshape(-1) for a in operands] + [a.reshape(-1) for a in outs]
+    arrays = [np.ascontiguousarray(a).reshape(-1) for a in operands]
+    for operand, out in aliases:
+        outs[out] = np.array(operands[operand])
+        arrays[operand] = outs[out].reshape(-1)
+    arrays += [a.reshape(-1) for a in outs]
     memory = Memory(kernel, arrays, len(operands))
     with LOCK, _interpreted_language(), np.errstate(all="ignore"):
         _BUILDER.memory = memory

@@ -18,8 +18,8 @@ def head_logits(layer: Any, hidden: Any, weight: Any, bias: Any, weight_layout: 
 
     Args:
         layer: with `kernel_path, logits_soft_cap, precision`.
-        hidden: `(..., features)`.
-        weight: `(features, vocab_size)` for `"io"`, `(vocab_size, features)` for `"oi"`.
+        hidden: `(..., features)`, in the type of the product.
+        weight: `(features, vocab_size)` for `"io"`, `(vocab_size, features)` for `"oi"`, in any type.
         bias: `(vocab_size,)` or `None`.
         weight_layout: `"io"` or `"oi"`.
 
@@ -28,7 +28,7 @@ def head_logits(layer: Any, hidden: Any, weight: Any, bias: Any, weight_layout: 
     """
     options = {"preferred_element_type": jnp.float32, "precision": layer.precision}
     with at_path(layer.kernel_path):
-        logits = linear(hidden, weight, bias, weight_layout=weight_layout, **options)
+        logits = linear(hidden, weight.astype(hidden.dtype), bias, weight_layout=weight_layout, **options)
     cap = layer.logits_soft_cap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -51,7 +51,7 @@ def head_loss(
         A scalar, the mean, or what `reduction` says.
     """
     names = ("logits_soft_cap", "precision", "config", "backend")
-    options = {name: getattr(layer, name) for name in names} | options
+    options = {name: getattr(layer, name) for name in names} | {"dtype": hidden.dtype} | options
     rows, order = jnp.shape(hidden)[:-1], joining_order(hidden, jnp.ndim(hidden) - 1)
     if is_spread := order != tuple(range(len(order))):  # over a mesh, such that the op cannot join the rows itself
         hidden, labels = joined(hidden, order), joined(labels, order)

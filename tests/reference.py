@@ -208,6 +208,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     weight_layout: str = "io",
+    logits_dtype: Any = None,
     plain: bool = False,
 ) -> dict[str, np.ndarray]:
     """The loss as `out`, and the gradients of `hidden`, `weight`, `bias` and `token_weights`."""
@@ -221,7 +222,8 @@ def linear_cross_entropy(
     counted = labels != ignore_index
     hidden = np.where(counted[:, None], hidden, 0)
     hit = (labels[:, None] == np.arange(vocab)) & counted[:, None]
-    raw = hidden @ weight + (arrays["bias"].astype(work) if "bias" in arrays else 0)
+    made = np.dtype(logits_dtype or (dtype if dtype.name == "bfloat16" else work))
+    raw = rounded(hidden @ weight, made) + (arrays["bias"].astype(work) if "bias" in arrays else 0)
     logits = raw if logits_soft_cap is None else logits_soft_cap * np.tanh(raw / logits_soft_cap)
     top = logits.max(1, keepdims=True)
     lse = np.log(np.exp(logits - top).sum(1, keepdims=True)) + top
@@ -237,12 +239,13 @@ def linear_cross_entropy(
         dlogits = dlogits * (1 - (logits / logits_soft_cap) ** 2)
     low = rounded(dlogits)
     dweight = hidden.T @ low
-    mean = (losses * weights).sum() / total if reduction == "mean" else 0
+    each_dout = dout * losses
+    shared = (each_dout * weights).sum() / (total * total) if reduction == "mean" else 0  # as differentiation has it
     gradients = {
         "hidden": (low @ weight.T).reshape(*shape, -1),
         "weight": dweight if weight_layout == "io" else dweight.T,
-        "bias": dlogits.sum(0),
-        "token_weights": (np.where(counted, dout * (losses - mean) / total, 0)).reshape(shape),
+        "bias": rounded(dlogits, made).sum(0),
+        "token_weights": np.where(counted, each_dout / total - shared, 0).reshape(shape),
     }
     out = each.reshape(shape) if reduction == "none" else each.sum()
     return {"out": out} | {n: rounded(gradients[n], a.dtype) for n, a in arrays.items()}

@@ -81,6 +81,7 @@ FACTORS = {
     "logits_soft_cap": (None, 3.0),
     "z_loss": (0.0, 0.1),
     "label_smoothing": (0.0, 0.2),
+    "logits_dtype": (None, "float32"),
     "chunks": (None, "made", "again"),
 }
 
@@ -89,7 +90,7 @@ def judge(case, config):
     """Checks loss and gradients of a case of the table against the reference."""
     seed = zlib.crc32(case_name(case).encode())
     given = (case["rows"], 10, case["vocab"], *(case[n] for n in ("bias", "weighted", "layout", "dtype")))
-    options = {n: case[n] for n in ("reduction", "logits_soft_cap", "z_loss", "label_smoothing")}
+    options = {n: case[n] for n in ("reduction", "logits_soft_cap", "z_loss", "label_smoothing", "logits_dtype")}
     options["weight_layout"] = case["layout"]
     results = []
     for repeat in range(4):  # errors of a few numbers compare badly
@@ -128,6 +129,24 @@ def test_mixed_types_give_gradients_of_their_own():
     exact, plain = (reference(arrays, labels, plain=p) for p in (False, True))
     assert_as_good_as_plain(got, exact, plain, jnp.bfloat16)
     assert (got["hidden"].dtype, got["weight"].dtype) == (jnp.bfloat16, np.float32)
+
+
+@pytest.mark.parametrize("config", [made(3), AGAIN], ids=["made", "again"])
+def test_a_wide_weight_may_be_multiplied_in_bfloat16_and_its_gradient_is_not_rounded_to_it(config):
+    arrays, labels, _ = inputs((23,))
+    got = run(arrays, labels, np.float32(1), (("config", config), ("dtype", jnp.bfloat16)))
+    low = {n: x.astype(jnp.bfloat16 if n in ("hidden", "weight") else x.dtype) for n, x in arrays.items()}
+    exact, plain = (reference(low, labels, plain=p) for p in (False, True))
+    assert_as_good_as_plain(got, exact, plain, jnp.bfloat16)
+    assert all(got[n].dtype == np.float32 for n in arrays)
+    assert np.any(got["weight"] != got["weight"].astype(jnp.bfloat16).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["dtype", "logits_dtype"])
+def test_types_of_products_are_floats(name):
+    arrays, labels, _ = inputs()
+    with pytest.raises(TypeError, match=f"{name} is .*int32.*expected a float type"):
+        linear_cross_entropy(labels=labels, **arrays, **{name: np.int32})
 
 
 # What rows count

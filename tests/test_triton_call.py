@@ -63,6 +63,30 @@ def test_the_call_runs_in_scan_cond_and_remat():
     np.testing.assert_allclose(f(x), 8 * x, rtol=1e-6)
 
 
+def written_over(x, aliases, dtype=F32):
+    types = [jax.ShapeDtypeStruct(x.shape, t) for t in (dtype, F32)]
+    return triton_call(
+        kernels.write_then_read, x, out_types=types, grid=(1,), num_warps=4, num_stages=1, name="write_then_read",
+        input_output_aliases=aliases, SIZE=x.size, BLOCK=64,
+    )  # fmt: skip
+
+
+def test_an_output_may_take_the_place_of_an_operand_which_itself_stays():
+    x = normal(40)
+    for aliases, seen in ((None, x), ({0: 0}, np.ones(40))):
+        out, read, kept = jax.jit(lambda x, aliases=aliases: (*written_over(x, aliases), x + 0))(x)
+        np.testing.assert_array_equal(out, np.ones(40))
+        np.testing.assert_array_equal(read, seen)
+        np.testing.assert_array_equal(kept, x)
+
+
+@pytest.mark.parametrize(("aliases", "dtype"), [({1: 0}, F32), ({0: 2}, F32), ({0: 0}, jnp.bfloat16)], ids=str)
+def test_an_alias_of_what_is_not_there_or_differs_is_an_error(aliases, dtype):
+    [(operand, out)] = aliases.items()
+    with pytest.raises(ValueError, match=f"input_output_aliases has {operand}: {out}; .*(counted from 0|differ)"):
+        written_over(normal(40), aliases, dtype)
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_device_runs_its_shard(check_vma):

@@ -31,6 +31,14 @@ def copy(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def write_then_read(x_ptr, out_ptr, seen_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes ones, then reads the operand."""
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, 1.0, mask=at < SIZE)
+    tl.store(seen_ptr + at, tl.load(x_ptr + at, mask=at < SIZE), mask=at < SIZE)
+
+
+@triton.jit
 def store_at(out_ptr, INDEX: tl.constexpr):
     """Stores one number."""
     tl.store(out_ptr + INDEX, 1.0)

@@ -81,7 +81,7 @@ class LMHead(Pinned):
         key: Any = None,
     ) -> Float[Array, "*batch vocab_size"]:
         """Logits `(..., vocab_size)` in float32 of hidden states `(..., features)`; `key` has no effect."""
-        return head_logits(self, hidden, self._weight(weight), self.bias, "oi")
+        return head_logits(self, *self._operands(hidden, weight))
 
     def loss(
         self,
@@ -108,7 +108,11 @@ class LMHead(Pinned):
         Raises:
             ValueError: shapes that do not fit, or a weight that is missing or given twice.
         """
-        return head_loss(self, hidden, self._weight(weight), self.bias, "oi", labels, options)
+        return head_loss(self, *self._operands(hidden, weight), labels, options)
+
+    def _operands(self, hidden: Any, given: Any) -> tuple[Any, Any, Any, str]:
+        weight = self._weight(given)
+        return jnp.asarray(hidden, jnp.result_type(hidden, weight)), weight, self.bias, "oi"
 
     def _weight(self, given: Any) -> Any:
         """The weight, of the module or of the call."""

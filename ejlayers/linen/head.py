@@ -87,4 +87,5 @@ class LMHead(Pinned, nn.Module):
     @nn.nowrap
     def _operands(self: Any, hidden: Any) -> tuple[Any, Any, Any, str]:
         weight, layout = (self.embedding.embedding, "oi") if self.embedding else (self.kernel, "io")
-        return (*dtypes.promote_dtype(hidden, weight, self.bias, dtype=self.dtype), layout)
+        hidden, _, bias = dtypes.promote_dtype(hidden, weight, self.bias, dtype=self.dtype)
+        return hidden, weight, bias, layout

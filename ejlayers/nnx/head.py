@@ -88,4 +88,5 @@ class LMHead(nnx.Module, Pinned):
         tied = self.embedding is not None
         weight = self.embedding.embedding if tied else self.kernel
         bias = None if self.bias is None else self.bias[...]
-        return (*dtypes.promote_dtype((hidden, weight[...], bias), dtype=self.dtype), "oi" if tied else "io")
+        hidden, _, bias = dtypes.promote_dtype((hidden, weight[...], bias), dtype=self.dtype)
+        return hidden, weight[...], bias, "oi" if tied else "io"

@@ -22,7 +22,7 @@ from ..rows import accumulated, held_back, over_rows, product, product_type, tra
 from . import triton_launch
 from .loss import IGNORED, Loss, Sums, counted
 
-_LOGITS = {"cpu": 1 << 23, "gpu": 1 << 27, "tpu": 1 << 26}  # held at once: 32, 512 and 256 MiB of float32
+_HELD = {"cpu": 1 << 25, "gpu": 1 << 29, "tpu": 1 << 28}  # bytes of logits that are held at once
 _FEWEST = 512  # columns of a chunk
 # A chunk of fewer reads and writes more of the weight's gradient than it multiplies.
 _FEWEST_ROWS = {"cpu": 1, "gpu": 2048, "tpu": 1024}
@@ -62,8 +62,9 @@ def _sizes(inv: Invocation) -> tuple[int, int]:
     return max(1, hidden.shape[0]), weight.shape[loss.vocab_axis]
 
 
-def _held(inv: Invocation) -> int:
-    return _LOGITS[platform_kind(inv.platform)]
+def _held(inv: Invocation, itemsize: int = 4) -> int:
+    """How many logits are held at once; XLA's are of the sums' type, whatever they were rounded to."""
+    return _HELD[platform_kind(inv.platform)] // itemsize
 
 
 def _below(most: int) -> int:
@@ -71,10 +72,10 @@ def _below(most: int) -> int:
     return 1 << max(0, most.bit_length() - 1)
 
 
-def _row_chunks(inv: Invocation) -> list[int]:
+def _row_chunks(inv: Invocation, itemsize: int = 4) -> list[int]:
     """Rows of chunks of the whole vocabulary, the greatest first."""
     rows, vocab = _sizes(inv)
-    most = max(_below(_held(inv) // vocab), _FEWEST_ROWS[platform_kind(inv.platform)])
+    most = max(_below(_held(inv, itemsize) // vocab), _FEWEST_ROWS[platform_kind(inv.platform)])
     return [min(rows, most), *(n for n in (most // 2, most // 4) if 16 <= n < rows)]
 
 
@@ -141,6 +142,19 @@ def _columns(weight: jax.Array, bias: Any, first: Any, size: int, axis: int) -> 
     return part, None if bias is None else jax.lax.dynamic_slice_in_dim(bias, first, size)
 
 
+def _triton_chunks(inv: Invocation) -> list[int]:
+    """The same on Triton, which holds logits in the type they are made in, and writes gradients over them."""
+    hidden, weight, loss = (inv.arguments[name] for name in ("hidden", "weight", "loss"))
+    return _row_chunks(inv, jnp.dtype(loss.made(hidden, weight)).itemsize)
+
+
+def _gradient_types(hidden: Any, weight: Any, bias: Any) -> tuple[Any, Any, Any]:
+    """The types of the gradients that a forward makes, which are scaled later: float16 may have to wait for that."""
+    wide = accumulated(hidden, weight)
+    dh = hidden.dtype if hidden.dtype == jnp.bfloat16 else wide
+    return dh, wide, None if bias is None else wide
+
+
 def _only_counted(hidden: jax.Array, labels: jax.Array) -> jax.Array:
     """Zeros in ignored rows: what they hold must reach nothing."""
     return jnp.where((labels == IGNORED)[:, None], 0, hidden)
@@ -170,23 +184,23 @@ def with_gradients_triton(
 ) -> tuple[tuple[Sums, jax.Array], tuple[Any, Any, Any]]:  # fmt: skip
     """Sums and losses of rows, and the gradients of `sum(scale * losses)` that are wanted, in chunks of rows.
 
-    Of a chunk's logits one kernel makes statistics and gradient, which comes in the type of the operands. Gradients are
-    float32 where they are not `final`, for they are scaled.
+    Of a chunk's logits one kernel makes statistics and gradient, which takes their place if it can. Gradients are of
+    types that can be scaled where they are not `final`.
     """
     vocab, layout = weight.shape[loss.vocab_axis], loss.weight_layout
-    dh_type = product_type(hidden.dtype, hidden, weight) if final else jnp.float32
+    dh_type = product_type(hidden.dtype if final else _gradient_types(hidden, weight, bias)[0], hidden, weight)
     need_h, need_w, need_b = wanted
 
     def chunk(hidden, labels, scale):
         hidden = _only_counted(hidden, labels)
-        logits = product(hidden, weight, layout, jnp.float32, precision)
+        logits = loss.product(hidden, weight, precision)
         scale = counted(scale, labels, vocab)
-        made = jnp.float32 if need_b and bias is not None else hidden.dtype
+        made = logits.dtype if need_b and bias is not None else hidden.dtype
         sums, grad = triton_launch.of_rows(logits, labels, scale, bias, params, loss, made)
         low = grad.astype(hidden.dtype)
         dh = product(low, weight, transposed(layout), dh_type, precision) if need_h else None
         dw = weight_gradient(hidden, low, layout, jnp.float32, precision) if need_w else None
-        db = grad.sum(0) if need_b and bias is not None else None
+        db = grad.sum(0, dtype=jnp.float32) if need_b and bias is not None else None
         return (sums, loss.losses(labels, sums, vocab), dh), (dw, db)
 
     (sums, losses, dh), (dw, db) = over_rows(chunk, [hidden, labels, scale], params.blocksize_m)
@@ -217,7 +231,7 @@ class LinearCrossEntropyBackward(TritonRows, Kernel):
 
     def triton_cfgs(self, inv: Invocation) -> list[LinearCrossEntropyConfig]:
         """Chunks of rows."""
-        params = triton_launch.params(BwdParams, _row_chunks(inv), _sizes(inv)[1])
+        params = triton_launch.params(BwdParams, _triton_chunks(inv), _sizes(inv)[1])
         return [LinearCrossEntropyConfig(backend="triton", bwd=bwd) for bwd in params]
 
     def heuristic_cfg(self, inv: Invocation) -> LinearCrossEntropyConfig:
@@ -267,11 +281,13 @@ class LinearCrossEntropyBackward(TritonRows, Kernel):
             scale = coefficients.astype(losses.dtype) * dout
             later = held_back(hidden, scale)  # not as the forward's logits, which XLA would hold
             if cfg.backend == "triton":
+                low = weight.astype(hidden.dtype)
                 found = with_gradients_triton(
-                    later, weight, labels, bias, scale, cfg.bwd, loss, precision, wanted, final=True
+                    later, low, labels, bias, scale, cfg.bwd, loss, precision, wanted, final=True
                 )[1]
-                return [None if g is None else g.astype(x.dtype) for g, x in zip(found, (hidden, weight, bias))]
-            return self._again(later, weight, bias, labels, sums, scale, cfg.bwd, wanted, loss, precision)
+            else:
+                found = self._again(later, weight, bias, labels, sums, scale, cfg.bwd, wanted, loss, precision)
+            return [None if g is None else g.astype(x.dtype) for g, x in zip(found, (hidden, weight, bias))]
 
         if not any(wanted):
             found = [None] * 3
@@ -287,6 +303,7 @@ class LinearCrossEntropyBackward(TritonRows, Kernel):
     def _again(self, hidden, weight, bias, labels, sums, scale, tile, wanted, loss, precision):
         need_h, need_w, need_b = wanted
         dtype, vocab = accumulated(hidden, weight), weight.shape[loss.vocab_axis]
+        low_weight = weight.astype(hidden.dtype)
         held = weight.dtype if tile.blocksize_m >= hidden.shape[0] else dtype  # of one chunk the gradient itself
 
         def chunk(hidden, labels, scale, *statistics):
@@ -294,7 +311,7 @@ class LinearCrossEntropyBackward(TritonRows, Kernel):
 
             def step(carry, first, size):
                 dh, dw, db = carry
-                w, b = _columns(weight, bias, first, size, loss.vocab_axis)
+                w, b = _columns(low_weight, bias, first, size, loss.vocab_axis)
                 logits = loss.logits(hidden, w, b, precision)
                 grad = loss.gradient(logits, labels, sums, scale, first, vocab)
                 low = grad.astype(hidden.dtype)
@@ -318,7 +335,7 @@ class LinearCrossEntropyBackward(TritonRows, Kernel):
             return None if dh is None else dh.astype(hidden.dtype), (dw, db)
 
         dh, (dw, db) = over_rows(chunk, [hidden, labels, scale, *jax.tree.leaves(sums)], tile.blocksize_m)
-        return [dh, None if dw is None else dw.astype(weight.dtype), None if db is None else db.astype(bias.dtype)]
+        return dh, dw, db
 
 
 class LinearCrossEntropyForward(TritonRows, Kernel):
@@ -353,7 +370,7 @@ class LinearCrossEntropyForward(TritonRows, Kernel):
 
     def triton_cfgs(self, inv: Invocation) -> list[LinearCrossEntropyConfig]:
         """Gradients made in the forward where there may be, chunks of rows."""
-        params = triton_launch.params(FwdParams, _row_chunks(inv), _sizes(inv)[1])
+        params = triton_launch.params(FwdParams, _triton_chunks(inv), _sizes(inv)[1])
         recompute = not self._may_be_made_here(inv)
         return [LinearCrossEntropyConfig(backend="triton", fwd=fwd, recompute=recompute) for fwd in params]
 
@@ -407,18 +424,22 @@ class LinearCrossEntropyForward(TritonRows, Kernel):
         """The loss, the statistics of the rows, and the gradients, if they are made here."""
         if cfg.recompute:
             sums, losses = self._statistics(hidden, weight, labels, bias, cfg, loss, precision)
-            like = accumulated(hidden, weight)
-            gradients = [jnp.zeros(x.shape, like) if reduce and x is not None else None for x in (hidden, weight, bias)]
+            given = zip((hidden, weight, bias), _gradient_types(hidden, weight, bias))
+            gradients = [jnp.zeros(x.shape, t) if reduce and x is not None else None for x, t in given]
         else:
             make = with_gradients_triton if cfg.backend == "triton" else self._with_gradients
             scale = coefficients.astype(accumulated(hidden, weight))
-            (sums, losses), gradients = make(hidden, weight, labels, bias, scale, cfg.fwd, loss, precision)
+            low = weight.astype(hidden.dtype)
+            (sums, losses), gradients = make(hidden, low, labels, bias, scale, cfg.fwd, loss, precision)
+            types = _gradient_types(hidden, weight, bias)
+            gradients = [None if g is None else g.astype(t) for g, t in zip(gradients, types)]
         made = jnp.asarray(not cfg.recompute)
         return _reduced(losses, coefficients, reduce), ((sums, losses), tuple(gradients), made)
 
     fwd_with_residuals_triton = fwd_with_residuals_xla
 
     def _statistics(self, hidden, weight, labels, bias, cfg, loss, precision):
+        weight = weight.astype(hidden.dtype)
         vocab = weight.shape[loss.vocab_axis]
 
         def chunk(hidden, labels):

@@ -21,16 +21,25 @@ class Loss:
     soft_cap: float | None = None
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+    logits_dtype: str | None = None  # in which products are made; `None`: that of the sums
 
     @property
     def vocab_axis(self) -> int:
         """The axis of the weight that is the vocabulary's."""
         return 1 if self.weight_layout == "io" else 0
 
+    def made(self, hidden: Any, weight: Any) -> Any:
+        """The type of products."""
+        return accumulated(hidden, weight) if self.logits_dtype is None else jnp.dtype(self.logits_dtype)
+
+    def product(self, hidden: jax.Array, weight: jax.Array, precision: Any) -> jax.Array:
+        """Logits `(rows, vocab)` without bias and cap, in their type."""
+        return product(hidden, weight, self.weight_layout, self.made(hidden, weight), precision)
+
     def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, precision: Any) -> jax.Array:
-        """Logits `(rows, vocab)` in float32, float64 for float64 inputs."""
+        """Logits `(rows, vocab)` in float32, float64 for float64 inputs, after rounding to their type."""
         dtype = accumulated(hidden, weight)
-        logits = product(hidden, weight, self.weight_layout, dtype, precision)
+        logits = self.product(hidden, weight, precision).astype(dtype)
         if bias is not None:
             logits = logits + bias.astype(dtype)
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)

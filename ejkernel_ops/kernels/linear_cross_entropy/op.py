@@ -33,6 +33,8 @@ def linear_cross_entropy(
     reduction: str = "mean",
     weight_layout: str = "io",
     vocab_axis: str | None = None,
+    dtype: Any = None,
+    logits_dtype: Any = None,
     precision: Any = None,
     config: LinearCrossEntropyConfig | None = None,
     backend: str | None = None,
@@ -41,8 +43,8 @@ def linear_cross_entropy(
     """Cross-entropy of `hidden @ weight + bias` with labels, without ever holding all logits.
 
     With `logits = soft_cap * tanh((hidden @ weight + bias) / soft_cap)`, and `lse` their log-sum-exp, the loss of a
-    token is `lse - (1 - label_smoothing) * logits[label] - label_smoothing * mean(logits) + z_loss * lse**2`. Logits
-    and all that follows are float32 (float64 for float64 inputs). Differentiable in `hidden`, `weight`, `bias` and
+    token is `lse - (1 - label_smoothing) * logits[label] - label_smoothing * mean(logits) + z_loss * lse**2`. All that
+    follows the product is float32 (float64 for float64 inputs). Differentiable in `hidden`, `weight`, `bias` and
     `token_weights`; with `reduction` `"mean"` or `"sum"` the gradients may be made in the forward, which spares a
     product, as the config says. A call that is not differentiated makes none.
 
@@ -61,6 +63,10 @@ def linear_cross_entropy(
             count of tokens that are not ignored; 0 where that is 0), `"sum"`, or `"none"`.
         weight_layout: `"io"` or `"oi"`; neither copies the weight.
         vocab_axis: a mesh axis over which the vocabulary is split; not supported yet.
+        dtype: in which hidden states and weight are multiplied, as the `dtype` of Flax's layers; default that to which
+            both promote. The gradient of a wider weight is not rounded to it.
+        logits_dtype: to which the product is rounded before bias and cap: `float32`, or default what a layer of `dtype`
+            gives in bfloat16, and the type of the sums else.
         precision: of the products, as in `jax.lax.Precision`; default JAX's.
         config: back end and chunks; what it leaves open is chosen. `recompute=False` makes gradients in the forward: it
             takes chunks of the whole vocabulary, and a reduction.
@@ -73,7 +79,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes that do not fit, labels out of range, an option out of range, an unknown reduction, layout
             or precision.
-        TypeError: floats that are none, labels that are no ints.
+        TypeError: floats that are none, labels that are no ints, types that are no floats.
         ConfigError: a config of another type, or with a field that its back end lacks; both `config` and `cfg`.
         UnsupportedError: a back end that cannot do the call; `vocab_axis`.
 
@@ -98,17 +104,20 @@ def linear_cross_entropy(
     _check_types(hidden=hidden, weight=weight, bias=bias, token_weights=token_weights)
     vocab = _check_shapes(hidden, weight, labels, bias, token_weights, weight_layout)
     _check_labels(labels, vocab, ignore_index)
-    dtype = jnp.promote_types(hidden.dtype, weight.dtype)
+    dtype = _float_type("dtype", dtype) or jnp.promote_types(hidden.dtype, weight.dtype)
+    logits_dtype = _float_type("logits_dtype", logits_dtype) or (dtype if dtype == jnp.bfloat16 else None)
     loss = Loss(
         weight_layout=weight_layout,
         soft_cap=_in_range("logits_soft_cap", logits_soft_cap, 0.0, math.inf, "above 0", least_allowed=False),
         z_loss=_in_range("z_loss", z_loss, 0.0, math.inf, "at least 0") or 0.0,
         label_smoothing=_in_range("label_smoothing", label_smoothing, 0.0, 1.0, "in [0, 1]") or 0.0,
+        logits_dtype=None if logits_dtype is None else logits_dtype.name,
     )
     wide = accumulated(hidden, weight)
     flat, coefficients = _canonical(labels.reshape(-1), token_weights, vocab, ignore_index, reduction, wide)
+    weight = weight.astype(jnp.promote_types(dtype, weight.dtype))
     out = default_executor()(
-        LINEAR_CROSS_ENTROPY, flat_rows(hidden).astype(dtype), weight.astype(dtype), flat, bias, coefficients,
+        LINEAR_CROSS_ENTROPY, flat_rows(hidden).astype(dtype), weight, flat, bias, coefficients,
         cfg=explicit_config(LinearCrossEntropyConfig, config, cfg, backend), loss=loss, reduce=reduction != "none",
         precision=canonical_precision(precision),
     )  # fmt: skip
@@ -145,6 +154,13 @@ def _check_types(**arrays: Any) -> None:
     for name, x in arrays.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} is {x.dtype}; expected a float type")
+
+
+def _float_type(name: str, dtype: Any) -> Any:
+    """A float type that was asked for, or `None`."""
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{name} is {dtype!r}; expected a float type such as jnp.bfloat16, or None")
+    return None if dtype is None else jnp.dtype(dtype)
 
 
 def _check_shapes(hidden: Any, weight: Any, labels: Any, bias: Any, token_weights: Any, weight_layout: str) -> int:

@@ -12,7 +12,7 @@ from ...core.invocation import Invocation
 from ...params import BwdParams, FwdParams
 from ...triton_call import triton_call, unavailable
 from ..on_triton import given, missing, power_of_two, too_many, unfit_arrays, unfit_device
-from ..rows import accumulated, product
+from ..rows import accumulated
 from .loss import Loss, Sums
 
 P = TypeVar("P", FwdParams, BwdParams)
@@ -61,7 +61,10 @@ def illegal(inv: Invocation, cfg: Any) -> str | None:
 def of_rows(
     logits: jax.Array, labels: jax.Array, scale: jax.Array, bias: Any, params: Any, loss: Loss, gradient: Any = None
 ) -> tuple[Sums, Any]:
-    """Statistics of rows of logits `(rows, vocab)`, without bias and cap, and their gradient in a given type."""
+    """Statistics of rows of logits `(rows, vocab)`, without bias and cap, and their gradient in a given type.
+
+    Of the type of the logits the gradient takes their place.
+    """
     from .triton_rows import rows_of_logits
 
     rows, vocab = logits.shape
@@ -71,14 +74,16 @@ def of_rows(
     )  # fmt: skip
     number = jax.ShapeDtypeStruct((rows,), jnp.float32)
     made = jax.ShapeDtypeStruct(logits.shape if spec.want_gradient else (1,), gradient or logits.dtype)
+    over_logits = {0: 4} if spec.want_gradient and made.dtype == logits.dtype else None
     *sums, grad = triton_call(
         rows_of_logits, logits, labels, scale, *given(logits, bias), out_types=[number, number, number, number, made],
-        grid=(rows,), num_warps=params.num_warps, num_stages=1, name="rows_of_logits", spec=spec,
+        grid=(rows,), num_warps=params.num_warps, num_stages=1, name="rows_of_logits",
+        input_output_aliases=over_logits, spec=spec,
     )  # fmt: skip
     return Sums(*sums), grad if spec.want_gradient else None
 
 
 def sums(hidden: Any, weight: Any, labels: Any, bias: Any, params: Any, loss: Loss, precision: Any) -> Sums:
     """Statistics of rows, all of whose logits are held."""
-    logits = product(hidden, weight, loss.weight_layout, jnp.float32, precision)
+    logits = loss.product(hidden, weight, precision)
     return of_rows(logits, labels, jnp.zeros(labels.shape, jnp.float32), bias, params, loss)[0]

@@ -1,6 +1,7 @@
 """The kernel of a cross-entropy in Triton: from rows of logits to their statistics, and to their gradient.
 
-A row is read twice, the second time from its end, of which the caches still hold most.
+A row is read twice, the second time from its end, of which the caches still hold most. The gradient may take the place
+of the logits: what is read of a row but once, the label's logit, is read first.
 
 Source: the running sums: Milakov and Gimelshein 2018, arXiv:1805.02867.
 """
@@ -20,6 +21,9 @@ def rows_of_logits(
     row = tl.program_id(0)
     label = tl.load(labels_ptr + row)
     logits_ptr += row.to(tl.int64) * spec.vocab
+    inside = (label >= 0) & (label < spec.vocab)
+    place = tl.where(inside, label, 0)
+    tl.store(picked_ptr + row, tl.where(inside, _logits(logits_ptr, bias_ptr, place, 0.0, spec), 0.0))
     columns = tl.arange(0, block)
     top = tl.full((), -float("inf"), tl.float32)
     exps, totals = tl.zeros((block,), tl.float32), tl.zeros((block,), tl.float32)
@@ -36,9 +40,6 @@ def rows_of_logits(
     tl.store(top_ptr + row, top)
     tl.store(exps_ptr + row, sum_of_exps)
     tl.store(total_ptr + row, tl.sum(totals, 0))
-    inside = (label >= 0) & (label < spec.vocab)
-    place = tl.where(inside, label, 0)
-    tl.store(picked_ptr + row, tl.where(inside, _logits(logits_ptr, bias_ptr, place, 0.0, spec), 0.0))
     if spec.want_gradient:
         scale = tl.load(scale_ptr + row)
         by_exp = scale / sum_of_exps
@@ -61,7 +62,7 @@ def rows_of_logits(
 @triton.jit
 def _logits(logits_ptr, bias_ptr, at, other: tl.constexpr, spec: tl.constexpr):
     """Logits of some columns of a row."""
-    logits = tl.load(logits_ptr + at, at < spec.vocab, other)
+    logits = tl.load(logits_ptr + at, at < spec.vocab, other).to(tl.float32)
     if spec.has_bias:
         logits += tl.load(bias_ptr + at, at < spec.vocab, 0.0).to(tl.float32)
     if spec.soft_cap > 0:
