@@ -62,8 +62,8 @@ def triton_call(
         num_warps: warps of a program.
         num_stages: loop iterations in flight.
         name: what the call is named in profiles.
-        input_output_aliases: operands over which outputs are written, both by number. The operand is copied first
-            where it is needed later.
+        input_output_aliases: operands whose memory outputs may take, both by number. The operand is copied first where
+            it is needed later, and not all versions do it: a kernel must be right either way.
         constants: values of the `tl.constexpr` parameters, by name.
 
     Returns:
@@ -142,11 +142,14 @@ def _eager(*operands: Any, launch: _Launch) -> Any:
 def _compiled(*operands: Any, launch: _Launch) -> list[jax.Array]:
     library = _jax_triton()
     types = list(launch.out_types)
-    outs = {"out_type": types} if hasattr(library, "TritonFunction") else {"out_shape": types}
+    if hasattr(library, "TritonFunction"):
+        # 0.4 has but one parameter for operand and output, and XLA drops the alias of calls that it fuses with slices
+        outs = {"out_type": types}
+    else:
+        outs = {"out_shape": types, "input_output_aliases": dict(launch.aliases)}
     return library.triton_call(
         *operands, kernel=launch.kernel, grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages,
-        name=launch.name, compute_capability=_compute_capability(),
-        input_output_aliases=dict(launch.aliases), **outs, **launch.constants,
+        name=launch.name, compute_capability=_compute_capability(), **outs, **launch.constants,
     )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def of_rows(
     made = jax.ShapeDtypeStruct(logits.shape if spec.want_gradient else (1,), gradient or logits.dtype)
     over_logits = {0: 4} if spec.want_gradient and made.dtype == logits.dtype else None
     *sums, grad = triton_call(
-        rows_of_logits, logits, labels, scale, *given(logits, bias), out_types=[number, number, number, number, made],
+        rows_of_logits, logits, labels, scale, *given(scale, bias), out_types=[number, number, number, number, made],
         grid=(rows,), num_warps=params.num_warps, num_stages=1, name="rows_of_logits",
         input_output_aliases=over_logits, spec=spec,
     )  # fmt: skip
