@@ -17,6 +17,8 @@ from ejkernel_ops.kernels import (
     LINEAR_CROSS_ENTROPY_BWD,
     RMS_NORM,
     RMS_NORM_BWD,
+    ROTARY,
+    ROTARY_BWD,
 )
 from ejkernel_ops.kernels.linear_cross_entropy.loss import Loss, Sums
 
@@ -100,12 +102,26 @@ def test_norms_of_other_widths_and_types_compile(features):
 
 
 @pytest.mark.parametrize(
-    "loss", [Loss(), Loss(weight_layout="oi", soft_cap=30.0, z_loss=1e-4, label_smoothing=0.1)], ids=["plain", "all"]
+    "loss",
+    [Loss(), Loss(logits_dtype="bfloat16"), Loss(weight_layout="oi", soft_cap=30.0, z_loss=1e-4, label_smoothing=0.1)],
+    ids=["plain", "low", "all"],
 )
 @pytest.mark.parametrize("reduce", [True, False], ids=["reduced", "rows"])
 def test_the_cross_entropy_spills_nothing_and_with_all_options_next_to_nothing(loss, reduce):
     for inv in loss_calls(loss, bias=loss.soft_cap is not None, reduce=reduce):
         assert_fit(inv, [inv.kernel.heuristic_cfg_triton(inv)], 16 if loss.soft_cap else 0)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+@pytest.mark.parametrize("features", [128, 32])
+def test_rotary_embedding_spills_nothing(features, interleaved):
+    x, positions = like(4, 4096, 16, 128), like(1, 4096, dtype=jnp.int32)
+    statics = {"theta": 1e4, "features": features, "interleaved": interleaved, "scaling": None}
+    for inv in (
+        Invocation(ROTARY, (x, positions), statics, platform="cuda"),
+        Invocation(ROTARY_BWD, (x, positions, x, x), statics, needs=(True, False), platform="cuda"),
+    ):
+        assert_fit(inv, inv.kernel.triton_cfgs(inv))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_exact", "silu", "relu", "squared_relu"])

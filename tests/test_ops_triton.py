@@ -1,4 +1,4 @@
-"""Norms and the cross-entropy on Triton: the real kernels, interpreted on a CPU, and on a GPU as they are."""
+"""Ops besides attention on Triton: the real kernels, interpreted on a CPU, and on a GPU as they are."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ejkernel_ops import (
     LinearConfig,
     LinearCrossEntropyConfig,
     NormConfig,
+    RotaryConfig,
     UnsupportedError,
     layer_norm,
     rms_norm,
@@ -26,6 +27,7 @@ from ejkernel_ops import (
 from . import test_linear as linear
 from . import test_linear_cross_entropy as cross_entropy
 from . import test_norm as norm
+from . import test_rotary as rotary
 from .reference import case_name, mostly_once, pairwise
 
 pytest.importorskip("triton", reason="needs triton, which there is for Linux")
@@ -162,6 +164,38 @@ def test_the_range_of_a_product_in_float16_is_that_of_its_sum_with_the_bias(conf
 def test_without_an_activation_there_is_nothing_for_triton():
     with pytest.raises(UnsupportedError, match="without an activation"):
         ops.linear(jnp.ones((4, 8)), jnp.ones((8, 8)), config=activated((2, 8), (2, 8), 4))
+
+
+# Rotary embedding
+
+
+def turns(fwd, bwd):
+    """A config: heads of a program in either direction."""
+    return RotaryConfig(
+        backend="triton", fwd=FwdParams(blocksize_m=fwd, num_warps=4), bwd=BwdParams(blocksize_m=bwd, num_warps=4)
+    )
+
+
+ROTARY_FACTORS = rotary.FACTORS | {
+    "shape": ((2, 33, 3, 16), (1, 65, 1, 8), (3, 1, 2, 24)),
+    "fraction": (1.0, 0.5, 0.25),
+    "chunks": ((16, 4), (1, 64)),
+}
+
+
+@pytest.mark.parametrize("case", mostly_once(pairwise(ROTARY_FACTORS)), ids=case_name)
+def test_turned_heads_and_their_gradients_err_no_more_than_plain_ones(case):
+    x = rotary.normal(*case["shape"], seed=zlib.crc32(case_name(case).encode()), dtype=case["dtype"])
+    features = round(case["shape"][-1] * case["fraction"])
+    scaling = None if case["scaling"] == "ntk" and features == 2 else rotary.SCALINGS.get(case["scaling"])
+    options = {name: case[name] for name in ("fraction", "interleaved", "theta")}
+    positions = rotary.POSITIONS[case["positions"]](*case["shape"][:2])
+    rotary.judge(x, positions, turns(*case["chunks"]), scaling=scaling, **options)
+
+
+def test_heads_of_float64_are_not_turned_on_triton():
+    with jax.enable_x64(True), pytest.raises(UnsupportedError, match="x is float64"):
+        ops.rotary_embedding(jnp.ones((1, 2, 1, 4)), jnp.arange(2), config=turns(1, 1))
 
 
 # The cross-entropy

@@ -1,4 +1,4 @@
-"""The two kernels of rotary position embedding on XLA: tokens turned by the angles of their positions, and back."""
+"""The two kernels of rotary position embedding: tokens turned by the angles of their positions, and back."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import numpy as np
 
 from ...core.invocation import Invocation
 from ...core.kernel import is_float
+from ...params import BwdParams, FwdParams
 from ..config import OpConfig
+from ..on_triton import TritonRows
 from ..rows import RowKernel, accumulated, over_rows
+from . import triton_launch
 from .scaling import frequencies
 
 
@@ -22,8 +25,9 @@ class RotaryConfig(OpConfig):
     """Back end and tile sizes of `rotary_embedding`; a field left `None` inherits.
 
     Args:
-        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which `rotary_embedding` has `"xla"` so far.
-        fwd: `blocksize_m` of the forward kernel, in tokens of all examples.
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which `rotary_embedding` has `"triton"` and `"xla"`.
+        fwd: `blocksize_m` of the forward kernel, in tokens of all examples; on Triton in heads of tokens, with
+            `num_warps`.
         bwd: the same of the backward kernel.
 
     Raises:
@@ -36,10 +40,16 @@ class RotaryConfig(OpConfig):
     """
 
 
-class TokenKernel(RowKernel):
+class TokenKernel(TritonRows, RowKernel):
     """A kernel whose rows are tokens: `x` is `(batch, length, heads, head_dim)`, `positions` `(batch or 1, length)`."""
 
     config_cls = RotaryConfig
+    launch = triton_launch
+
+    def triton_cfgs(self, inv: Invocation) -> list[RotaryConfig]:
+        """Tiles."""
+        params = FwdParams if self.direction == "fwd" else BwdParams
+        return [self.config_cls(backend="triton", **{self.direction: p}) for p in triton_launch.params(params, inv)]
 
     def num_rows(self, inv: Invocation) -> int:
         """The tokens of all examples."""
@@ -61,11 +71,17 @@ class RotaryBackward(TokenKernel):
     name = "rotary_embedding_bwd"
     direction = "bwd"
     with_rows = ("x", "positions", "out", "dout")
+    fields = {"xla": ("bwd.blocksize_m",), "triton": tuple(f"bwd.{name}" for name in triton_launch.FIELDS)}
 
     def run_xla(self, x, positions, out, dout, *, cfg, needs, theta, features, interleaved, scaling):
         """Chunks of tokens; `x` alone has a gradient, and it depends on neither input nor output."""
         options = dict(theta=theta, features=features, interleaved=interleaved, scaling=scaling)
         return turned(dout, positions, self.chunk(cfg), back=True, **options), None
+
+    def run_triton(self, x, positions, out, dout, *, cfg, needs, theta, features, interleaved, scaling):
+        """One kernel."""
+        table = _table(positions, x, theta, features, scaling)
+        return triton_launch.turned(dout, table, cfg.bwd, interleaved=interleaved, back=True), None
 
 
 class RotaryForward(TokenKernel):
@@ -75,6 +91,7 @@ class RotaryForward(TokenKernel):
     with_rows = ("x", "positions")
     rows, out_rows = (True, "broadcast"), (True,)
     backward = RotaryBackward()
+    fields = {"xla": ("fwd.blocksize_m",), "triton": tuple(f"fwd.{name}" for name in triton_launch.FIELDS)}
 
     def out_like(self, x, positions, *, theta, features, interleaved, scaling):
         """The type of the output."""
@@ -84,6 +101,11 @@ class RotaryForward(TokenKernel):
         """Chunks of tokens."""
         options = dict(theta=theta, features=features, interleaved=interleaved, scaling=scaling)
         return turned(x, positions, self.chunk(cfg), back=False, **options)
+
+    def run_triton(self, x, positions, *, cfg, theta, features, interleaved, scaling):
+        """One kernel."""
+        table = _table(positions, x, theta, features, scaling)
+        return triton_launch.turned(x, table, cfg.fwd, interleaved=interleaved, back=False)
 
 
 ROTARY = RotaryForward()
@@ -111,6 +133,13 @@ def _cos_sin(positions: jax.Array, dtype: Any, theta: float, features: int, scal
     both = factor * jnp.stack([jnp.cos(angles), jnp.sin(angles)])
     # On a CPU XLA takes cos and sin for cheap and computes them again for each head; what is gathered it keeps.
     return both.at[np.arange(2)].get(mode="promise_in_bounds")[..., None, :]
+
+
+def _table(positions: jax.Array, x: jax.Array, theta: float, features: int, scaling: Any) -> jax.Array:
+    """The same for a kernel, `(2, tokens, features / 2)`: of one example's tokens where all share them."""
+    if positions.shape[0] > 1:
+        positions = jnp.broadcast_to(positions, x.shape[:2])
+    return _cos_sin(positions, accumulated(x), theta, features, scaling).reshape(2, positions.size, features // 2)
 
 
 def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array, features: int, interleaved: bool) -> jax.Array:

@@ -48,7 +48,7 @@ def rotary_embedding(
         scaling: of the frequencies, for sequences longer than those of the training.
         precision: taken as all ops take it; there is no product that it could change.
         config: back end and tile sizes; what it leaves open is chosen.
-        backend: `"xla"`, the only one so far, or `None` for the best one.
+        backend: `"triton"`, `"xla"`, or `None` for the best one.
         cfg: another spelling of `config`.
 
     Returns:
