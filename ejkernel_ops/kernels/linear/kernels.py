@@ -11,6 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...core.invocation import Invocation
+from .. import activation_launch
+from ..activation_launch import Products
 from ..activations import ACTIVATIONS, derivative
 from ..config import OpConfig
 from ..on_triton import TritonRows
@@ -26,7 +28,6 @@ from ..rows import (
     transposed,
     weight_gradient,
 )
-from . import triton_launch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -56,15 +57,15 @@ class LinearBackward(TritonRows, RowKernel):
 
     name = "linear_bwd"
     config_cls = LinearConfig
-    launch = triton_launch
+    launch = activation_launch
     direction = "bwd"
     with_rows = ("x", "out", "preact", "dout", "dpreact")
     lazy_cotangents = True
-    fields = {"xla": ("bwd.blocksize_m",), "triton": tuple(f"bwd.{n}" for n in triton_launch.BACKWARD_FIELDS)}
+    fields = {"xla": ("bwd.blocksize_m",), "triton": tuple(f"bwd.{n}" for n in activation_launch.BACKWARD_FIELDS)}
 
     def triton_cfgs(self, inv: Invocation) -> list[LinearConfig]:
         """Tiles, and rows of a program."""
-        return [LinearConfig(backend="triton", bwd=params) for params in triton_launch.backward_params(inv)]
+        return [LinearConfig(backend="triton", bwd=params) for params in activation_launch.backward_params(inv)]
 
     def run_xla(
         self,
@@ -123,7 +124,9 @@ class LinearBackward(TritonRows, RowKernel):
     ):
         """The activation's derivative and the gradient of the bias in one kernel, the products on XLA."""
         need_x, need_w, need_b = (bool(n) for n in needs)
-        low, db = triton_launch.backward(preact, bias, dout, cfg.bwd, activation, x.dtype, need_b)
+        products = Products(product=preact, bias=bias)
+        made = activation_launch.backward(products, dout, cfg.bwd, activation, x.dtype, want_bias=need_b)
+        low, db = made.product, made.bias
         dx_type, dw_type = (product_type(a.dtype, x, weight) for a in (x, weight))
         dx = product(low, weight, transposed(weight_layout), dx_type, precision) if need_x else None
         rows = flat_rows(x), flat_rows(low)
@@ -135,15 +138,14 @@ class LinearForward(TritonRows, RowKernel):
 
     name = "linear"
     config_cls = LinearConfig
-    launch = triton_launch
+    launch = activation_launch
     rows, out_rows = (True, False, False), (True, True)
     backward = LinearBackward()
-    prefers_xla = True  # which may fuse more than an activation
-    fields = {"xla": ("fwd.blocksize_m",), "triton": tuple(f"fwd.{n}" for n in triton_launch.FORWARD_FIELDS)}
+    fields = {"xla": ("fwd.blocksize_m",), "triton": tuple(f"fwd.{n}" for n in activation_launch.FORWARD_FIELDS)}
 
     def triton_cfgs(self, inv: Invocation) -> list[LinearConfig]:
         """Tiles."""
-        return [LinearConfig(backend="triton", fwd=params) for params in triton_launch.forward_params(inv)]
+        return [LinearConfig(backend="triton", fwd=params) for params in activation_launch.forward_params(inv)]
 
     def out_like(self, x, weight, bias, *, activation, weight_layout, out_dtype, precision):
         """Types of output and saved product."""
@@ -174,7 +176,8 @@ class LinearForward(TritonRows, RowKernel):
         out_dtype = jnp.result_type(x, weight) if out_dtype is None else out_dtype
         saved_type = _saved_type(x, weight, bias, out_dtype)
         made = product(x, weight, weight_layout, product_type(saved_type, x, weight), precision)
-        return triton_launch.forward(made, bias, cfg.fwd, activation, out_dtype), made.astype(saved_type)
+        products = Products(product=made, bias=bias)
+        return activation_launch.forward(products, cfg.fwd, activation, out_dtype), made.astype(saved_type)
 
 
 def _saved_type(x: Any, weight: Any, bias: Any, out_dtype: Any) -> Any:

@@ -17,7 +17,7 @@ from .loss import Loss, Sums
 
 P = TypeVar("P", FwdParams, BwdParams)
 FIELDS = ("blocksize_m", "blocksize_n", "num_warps")
-_BLOCKS = ((4096, 8), (8192, 16), (2048, 4))  # columns of a block and warps, the best first
+_BLOCKS = ((2048, 4), (4096, 8), (8192, 16))  # columns of a block and warps, the best first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
