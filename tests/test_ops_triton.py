@@ -15,6 +15,7 @@ from ejkernel_ops import (
     BwdParams,
     ConfigError,
     FwdParams,
+    GatedLinearConfig,
     LinearConfig,
     LinearCrossEntropyConfig,
     NormConfig,
@@ -24,6 +25,7 @@ from ejkernel_ops import (
     rms_norm,
 )
 
+from . import test_gated_linear as gated_linear
 from . import test_linear as linear
 from . import test_linear_cross_entropy as cross_entropy
 from . import test_norm as norm
@@ -164,6 +166,42 @@ def test_the_range_of_a_product_in_float16_is_that_of_its_sum_with_the_bias(conf
 def test_without_an_activation_there_is_nothing_for_triton():
     with pytest.raises(UnsupportedError, match="without an activation"):
         ops.linear(jnp.ones((4, 8)), jnp.ones((8, 8)), config=activated((2, 8), (2, 8), 4))
+
+
+# Gated linear maps
+
+
+def gated(fwd, bwd, span, recompute=False):
+    """A config: tiles in either direction, and rows of a program of the backward."""
+    tiles = activated(fwd, bwd, span)
+    return GatedLinearConfig(backend="triton", fwd=tiles.fwd, bwd=tiles.bwd, recompute=recompute)
+
+
+GATED_FACTORS = {
+    "dtype": ("float32", "bfloat16", "float16"),
+    "rows": ((), (1,), (2, 3), (37,)),
+    "features": ((8, 5), (16, 24)),
+    "activation": ("silu", "gelu", "gelu_exact", "relu", "squared_relu"),
+    "bias": (False, True),
+    "layout": ("io", "oi"),
+    "chunks": (((2, 8), (1, 16), 4), ((16, 2), (8, 4), 8)),
+    "recompute": (False, True),
+}
+
+
+@pytest.mark.parametrize("case", mostly_once(pairwise(GATED_FACTORS)), ids=case_name)
+def test_gated_products_and_their_gradients_err_no_more_than_plain_ones(case):
+    seed = zlib.crc32(case_name(case).encode())
+    arrays, rng = gated_linear.inputs(
+        case["rows"], case["features"], case["bias"], case["layout"], False, case["dtype"], seed
+    )
+    options = {"activation": case["activation"], "weight_layout": case["layout"]}
+    gated_linear.judge(arrays, rng, gated(*case["chunks"], case["recompute"]), **options)
+
+
+def test_both_weights_in_one_are_not_for_triton():
+    with pytest.raises(UnsupportedError, match="takes two weights"):
+        ops.gated_linear(jnp.ones((4, 8)), jnp.ones((8, 8)), config=gated((2, 8), (2, 8), 4))
 
 
 # Rotary embedding

@@ -25,7 +25,7 @@ class TritonRows:
 
     Attributes:
         launch: the module of its launches, with `unsupported(inv)` and `illegal(inv, cfg)`.
-        prefers_xla: whether a call that nobody has tuned runs on XLA.
+        prefers_xla: whether a call that nobody has tuned runs on XLA, which may fuse more than Triton has in a kernel.
     """
 
     launch: ClassVar[ModuleType]

@@ -1,4 +1,7 @@
-"""The two kernels of a gated linear map on XLA: whole products, or chunks of rows that stay in the caches."""
+"""The two kernels of a gated linear map: on XLA whole products, or chunks of rows that stay in the caches.
+
+On Triton the products are XLA's still, and what is left to do is one kernel in each direction.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ import numpy as np
 from ...core.invocation import Invocation
 from ...core.kernel import random_array
 from ...errors import ConfigError
+from .. import activation_launch
+from ..activation_launch import Products
 from ..activations import ACTIVATIONS, derivative
 from ..config import OpConfig
+from ..on_triton import TritonRows
 from ..rows import (
     RowKernel,
     accumulated,
@@ -34,9 +40,11 @@ class GatedLinearConfig(OpConfig):
     """Back end and tile sizes of `gated_linear`; a field left `None` inherits.
 
     Args:
-        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which the op has `"xla"` so far.
-        fwd: `blocksize_m` of the forward kernel, in rows of `x`.
-        bwd: the same of the backward kernel.
+        backend: `"triton"`, `"pallas"`, `"cudnn"` or `"xla"`, of which the op has `"triton"` and `"xla"`.
+        fwd: `blocksize_m` of the forward kernel, in rows of `x`; on Triton also `blocksize_n` features of a tile, and
+            `num_warps`.
+        bwd: the same of the backward kernel; on Triton also `blocksize_k`, rows of which one program sums the gradients
+            of the biases.
         recompute: whether the backward computes the two products again: a compiled step then holds neither from the
             forward on.
 
@@ -71,14 +79,30 @@ def _products(x, gate_weight, up_weight, gate_bias, up_bias, weight_layout, prec
     return gate, up
 
 
-class GatedLinearBackward(RowKernel):
+class GatedTriton(TritonRows):
+    """What both kernels have of Triton."""
+
+    launch = activation_launch
+    prefers_xla = True
+
+    def unsupported(self, inv: Invocation, backend: str) -> str | None:
+        """What a back end cannot honour."""
+        if backend == "triton" and inv.arguments["up_weight"] is None:
+            return "the Triton kernel takes two weights, gate_weight and up_weight"
+        return super().unsupported(inv, backend)
+
+
+class GatedLinearBackward(GatedTriton, RowKernel):
     """Gradients of a gated linear map."""
 
     name = "gated_linear_bwd"
     config_cls = GatedLinearConfig
     direction = "bwd"
     with_rows = ("x", "out", "gate", "up", "dout", "dgate", "dup")
-    fields = {"xla": ("bwd.blocksize_m", "recompute")}
+    fields = {
+        "xla": ("bwd.blocksize_m", "recompute"),
+        "triton": (*(f"bwd.{n}" for n in activation_launch.BACKWARD_FIELDS), "recompute"),
+    }
     lazy_cotangents = True
 
     def config(self, rows: int) -> GatedLinearConfig:
@@ -89,6 +113,11 @@ class GatedLinearBackward(RowKernel):
         """Chunks of rows, with what the forward has saved and without."""
         saved = super().candidate_cfgs(inv)
         return [*saved, *(dataclasses.replace(cfg, recompute=True) for cfg in saved)]
+
+    def triton_cfgs(self, inv: Invocation) -> list[GatedLinearConfig]:
+        """Tiles, and rows of a program, with what the forward has saved."""
+        params = activation_launch.backward_params(inv)
+        return [GatedLinearConfig(backend="triton", bwd=bwd, recompute=False) for bwd in params]
 
     def make_inputs(self, inv: Invocation, rng: np.random.Generator) -> list[Any]:
         """Random operands and cotangents, and the products that belong to the operands."""
@@ -141,14 +170,45 @@ class GatedLinearBackward(RowKernel):
         dx, (dws, sums) = over_rows(gradients, flat, self.chunk(cfg))
         return None if dx is None else dx.reshape(x.shape), *dws, *([None] if fused else []), *sums
 
+    def run_triton(
+        self, x, gate_weight, up_weight, gate_bias, up_bias, out, gate, up, dout, dgate, dup, *,
+        cfg, needs, activation, weight_layout, precision,
+    ):  # fmt: skip
+        """Both derivatives and the gradients of the biases in one kernel, the products on XLA."""
+        need_x, need_gate, need_up, *need_biases = (bool(n) for n in needs)
+        if cfg.recompute:
+            later = held_back(x, dout)
+            gate, up = _products(later, gate_weight, up_weight, gate_bias, up_bias, weight_layout, precision)
+        want_bias, want_up_bias = (b is not None and n for b, n in zip((gate_bias, up_bias), need_biases))
+        made = activation_launch.backward(
+            Products(product=gate, up=up), dout, cfg.bwd, activation, x.dtype,
+            want_bias=want_bias, want_up_bias=want_up_bias,
+        )  # fmt: skip
+        dx_type, dw_type = (product_type(a.dtype, x, gate_weight) for a in (x, gate_weight))
+        dx, other, rows = None, transposed(weight_layout), flat_rows(x)
+        if need_x:
+            wide = accumulated(x, gate_weight)
+            pairs = ((made.product, gate_weight), (made.up, up_weight))
+            dx = sum(product(low, w, other, dx_type, precision).astype(wide) for low, w in pairs).astype(x.dtype)
+        dws = [
+            weight_gradient(rows, flat_rows(low), weight_layout, dw_type, precision) if need else None
+            for low, need in ((made.product, need_gate), (made.up, need_up))
+        ]
+        return dx, *dws, made.bias, made.up_bias
 
-class GatedLinearForward(RowKernel):
+
+class GatedLinearForward(GatedTriton, RowKernel):
     """`activation(x @ gate_weight + gate_bias) * (x @ up_weight + up_bias)`, and both products for the backward."""
 
     name = "gated_linear"
     config_cls = GatedLinearConfig
     rows, out_rows = (True, False, False, False, False), (True, True, True)
     backward = GatedLinearBackward()
+    fields = {"xla": ("fwd.blocksize_m",), "triton": tuple(f"fwd.{n}" for n in activation_launch.FORWARD_FIELDS)}
+
+    def triton_cfgs(self, inv: Invocation) -> list[GatedLinearConfig]:
+        """Tiles."""
+        return [GatedLinearConfig(backend="triton", fwd=fwd) for fwd in activation_launch.forward_params(inv)]
 
     def narrow(self, cfg: GatedLinearConfig) -> GatedLinearConfig:
         """The forward part of an op's config."""
@@ -171,6 +231,16 @@ class GatedLinearForward(RowKernel):
             return tuple(a.astype(x.dtype) for a in (out, gate, up))
 
         return by_rows(chunk, [x], self.chunk(cfg))
+
+    def run_triton(
+        self, x, gate_weight, up_weight, gate_bias, up_bias, *, cfg, activation, weight_layout, precision
+    ) -> Any:  # fmt: skip
+        """The products on XLA, activation and gate in one kernel."""
+        gate, up = _products(x, gate_weight, up_weight, gate_bias, up_bias, weight_layout, precision)
+        if gate_bias is None and up_bias is None:  # which XLA need not widen for a kernel that does
+            gate, up = gate.astype(x.dtype), up.astype(x.dtype)
+        out = activation_launch.forward(Products(product=gate, up=up), cfg.fwd, activation, x.dtype)
+        return out, gate.astype(x.dtype), up.astype(x.dtype)
 
 
 GATED_LINEAR = GatedLinearForward()

@@ -43,7 +43,7 @@ def gated_linear(
         weight_layout: `"io"` or `"oi"`; neither copies the weights.
         precision: of the products, as in `jax.lax.Precision`; default JAX's.
         config: back end and tile sizes; what it leaves open is chosen.
-        backend: `"xla"`, the only one so far, or `None` for the best one.
+        backend: `"triton"` (with two weights), `"xla"`, or `None` for the best one.
         cfg: another spelling of `config`.
 
     Returns:
