@@ -1,6 +1,6 @@
 """The ops besides attention on a GPU: each back end and what tuning chooses, against the plain expression, in one run.
 
-    python benchmarks/ops.py norm linear gated_linear rotary cross_entropy
+    python benchmarks/ops.py norm linear gated_linear mlp rotary cross_entropy
     python benchmarks/ops.py cross_entropy --no-tune
 
 Outputs and gradients in bfloat16, by the device's record. Merges its rows into `docs/benchmarks/ops_<card>.csv`;
@@ -124,6 +124,28 @@ def gated_points(sizes: Sequence[tuple[int, int, int]]) -> list[Point]:
     return [Point("gated_linear", f"{m}x{k}x{n}", ours, plain, ((m, k), (k, n), (k, n))) for m, k, n in sizes]
 
 
+def mlp_points(sizes: Sequence[tuple[int, int, int]], gated: bool) -> list[Point]:
+    """A whole MLP with biases and GELU, or without and with a gate and SiLU."""
+
+    def ours(x, up, down, more, down_bias=None, **kwargs):
+        if gated:
+            return ops.mlp(x, up, down, more, activation="silu", **kwargs)
+        return ops.mlp(x, up, down, up_bias=more, down_bias=down_bias, activation="gelu", **kwargs)
+
+    def plain(x, up, down, more, down_bias=None):
+        if gated:
+            return (jax.nn.silu(x @ more) * (x @ up)) @ down
+        return jax.nn.gelu(x @ up + more) @ down + down_bias
+
+    name = "gated " if gated else ""
+    return [
+        Point(
+            "mlp", f"{name}{m}x{k}x{n}", ours, plain,
+            ((m, k), (k, n), (n, k), *([(k, n)] if gated else [(n,), (k,)])),
+        ) for m, k, n in sizes
+    ]  # fmt: skip
+
+
 def rotary_points(shapes: Sequence[tuple[int, int, int, int]]) -> list[Point]:
     """Rotary embedding of all features; either direction reads and writes each number."""
 
@@ -149,6 +171,7 @@ def points(smoke: bool) -> list[Point]:
     if smoke:
         return [
             *norm_points(64, [24]), *linear_points([(32, 8, 16)]), *gated_points([(32, 8, 16)]),
+            *mlp_points([(32, 8, 16)], gated=False), *mlp_points([(32, 8, 16)], gated=True),
             *rotary_points([(2, 8, 2, 16)]), *loss_points([(32, 8, 96)]),
         ]  # fmt: skip
     rows = 16384
@@ -156,6 +179,8 @@ def points(smoke: bool) -> list[Point]:
         *norm_points(rows, [768, 2048, 4096, 8192]),
         *linear_points([(rows, 768, 3072), (rows, 1280, 5120), (rows, 2048, 8192), (rows, 4096, 14336)]),
         *gated_points([(rows, 768, 3072), (rows, 1280, 5120), (rows, 2048, 5632), (rows, 4096, 14336)]),
+        *mlp_points([(rows, 768, 3072), (rows, 1280, 5120)], gated=False),
+        *mlp_points([(rows, 2048, 5632), (rows, 4096, 14336)], gated=True),
         *rotary_points([(4, 4096, 16, 128), (16, 1024, 12, 64), (4, 4096, 32, 128)]),
         *loss_points([(rows, 768, 50304), (rows, 2048, 128256), (rows, 4096, 128256)]),
     ]
@@ -255,7 +280,7 @@ def measure(point: Point, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("ops", nargs="*", help="norm, linear, gated_linear, rotary, cross_entropy; default all")
+    parser.add_argument("ops", nargs="*", help="norm, linear, gated_linear, mlp, rotary, cross_entropy; default all")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-tune", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")

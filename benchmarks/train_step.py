@@ -31,9 +31,10 @@ from step_profile import by_kind, kernels
 import ejlayers
 from ejkernel_ops import (
     flash_attention,
-    gated_linear,
-    linear,
+    layer_norm,
     linear_cross_entropy,
+    mlp,
+    rms_norm,
     rotary_embedding,
 )
 from ejkernel_ops.execution.measure import spread
@@ -103,17 +104,33 @@ def our_attention(q, k, v):
 
 
 def our_mlp(block, x):
-    """The MLP's products with their activation as one kernel."""
-    if block.size.llama:
-        gate, up = (layer.kernel[...].astype(x.dtype) for layer in (block.gate, block.up))
-        return block.down(gated_linear(x, gate, up, activation="silu"))
-    kernel, bias = (p[...].astype(x.dtype) for p in (block.up.kernel, block.up.bias))
-    return block.down(linear(x, kernel, bias, activation="gelu"))
+    """The whole MLP as one kernel, which keeps its first products alone."""
+
+    def cast(layer, name):
+        return None if layer is None or (p := getattr(layer, name)) is None else p[...].astype(x.dtype)
+
+    up, down, gate = (cast(layer, "kernel") for layer in (block.up, block.down, block.gate))
+    biases = {"up_bias": cast(block.up, "bias"), "down_bias": cast(block.down, "bias")}
+    return mlp(x, up, down, gate, activation="silu" if block.size.llama else "gelu", **biases)
+
+
+def stock_add_norm(norm, x, more):
+    """The norm of a sum, and the sum."""
+    x = x if more is None else x + more
+    return norm(x), x
+
+
+def our_add_norm(norm, x, more):
+    """Both as one kernel."""
+    if more is None:
+        return norm(x), x
+    op, bias = (layer_norm, [norm.bias[...]]) if isinstance(norm, nnx.LayerNorm) else (rms_norm, [])
+    return op(more, norm.scale[...], *bias, residual=x, epsilon=norm.epsilon)
 
 
 def our_loss(model, hidden, labels):
-    """Cross-entropy of logits that are never all held."""
-    return linear_cross_entropy(hidden, model.head.kernel[...].astype(hidden.dtype), labels)
+    """Cross-entropy of logits that are never all held, in the types of the stock head."""
+    return linear_cross_entropy(hidden, model.head.kernel[...], labels, dtype=hidden.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +141,7 @@ class Ways:
     rotary: Callable = stock_rotary
     mlp: Callable = stock_mlp
     loss: Callable = stock_loss
+    add_norm: Callable = stock_add_norm
     swapped: bool = False
 
 
@@ -132,7 +150,7 @@ def our_rotary(x):
     return rotary_embedding(x, jnp.arange(x.shape[1]))
 
 
-OURS = Ways(our_attention, our_rotary, our_mlp, our_loss, swapped=True)
+OURS = Ways(our_attention, our_rotary, our_mlp, our_loss, our_add_norm, swapped=True)
 WAYS = {
     "stock_xla": Ways(stock_attention("xla")),
     "stock_cudnn": Ways(stock_attention("cudnn")),
@@ -156,13 +174,14 @@ class Block(nnx.Module):
         self.up, self.down = dense(size.width, size.hidden), dense(size.hidden, size.width)
         self.gate = dense(size.width, size.hidden) if size.llama else None
 
-    def __call__(self, x):
-        h = self.norm1(x)
+    def __call__(self, x, more):
+        """Of what a layer gets and what has to be added to that yet, the same for the next layer."""
+        h, x = self.ways.add_norm(self.norm1, x, more)
         q, k, v = jnp.split(self.qkv(h).reshape(*h.shape[:2], 3 * self.size.heads, -1), 3, 2)
         if self.size.llama:
             q, k = self.ways.rotary(q), self.ways.rotary(k)
-        x = x + self.out(self.ways.attention(q, k, v).reshape(h.shape))
-        return x + self.ways.mlp(self, self.norm2(x))
+        h, x = self.ways.add_norm(self.norm2, x, self.out(self.ways.attention(q, k, v).reshape(h.shape)))
+        return x, self.ways.mlp(self, h)
 
 
 class Gpt(nnx.Module):
@@ -177,10 +196,10 @@ class Gpt(nnx.Module):
 
     def loss(self, tokens):
         """Mean loss of the tokens that follow."""
-        x = self.embed(tokens[:, :-1])
+        x, more = self.embed(tokens[:, :-1]), None
         for block in self.blocks:
-            x = block(x)
-        return self.ways.loss(self, self.norm(x), tokens[:, 1:])
+            x, more = block(x, more)
+        return self.ways.loss(self, self.ways.add_norm(self.norm, x, more)[0], tokens[:, 1:])
 
 
 def start_and_step(size: Size, ways: Ways) -> tuple[list[jax.Array], Callable]:

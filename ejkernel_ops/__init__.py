@@ -39,6 +39,7 @@ from .kernels import AttentionConfig as AttentionConfig
 from .kernels import GatedLinearConfig as GatedLinearConfig
 from .kernels import LinearConfig as LinearConfig
 from .kernels import LinearCrossEntropyConfig as LinearCrossEntropyConfig
+from .kernels import MlpConfig as MlpConfig
 from .kernels import NormConfig as NormConfig
 from .kernels import RotaryConfig as RotaryConfig
 from .kernels import RotaryScaling as RotaryScaling
@@ -47,6 +48,7 @@ from .kernels import gated_linear as gated_linear
 from .kernels import layer_norm as layer_norm
 from .kernels import linear as linear
 from .kernels import linear_cross_entropy as linear_cross_entropy
+from .kernels import mlp as mlp
 from .kernels import rms_norm as rms_norm
 from .kernels import rotary_embedding as rotary_embedding
 from .params import BwdParams as BwdParams

@@ -40,6 +40,7 @@ from .kernels import (
     layer_norm,
     linear,
     linear_cross_entropy,
+    mlp,
     rms_norm,
     rotary_embedding,
 )
@@ -232,6 +233,7 @@ def _calls() -> list[Invocation]:
         ),
         (functools.partial(linear, activation="gelu"), (x, weight, like(128))),
         (gated_linear, (x, weight, weight)),
+        (functools.partial(mlp, activation="gelu"), (x, weight, like(128, 64))),
         (rms_norm, (x, vector)),
         (layer_norm, (x, vector, vector)),
         (rotary_embedding, (heads, ids)),

@@ -197,6 +197,32 @@ def gated_linear(
     return {"out": rounded(value * up)} | {n: rounded(gradients[n], a.dtype) for n, a in arrays.items()}
 
 
+def mlp(
+    arrays: dict[str, Any], *, dout: Any, activation: str = "gelu", weight_layout: str = "io", plain: bool = False
+) -> dict[str, np.ndarray]:
+    """`activation(x @ up_weight + up_bias) @ down_weight + down_bias`, gated or not, as layers; all gradients."""
+    dtype = np.result_type(*(np.asarray(a).dtype for n, a in arrays.items() if not n.endswith("bias")))
+    rounded, _ = _arithmetic(dtype, plain)
+    options = {"weight_layout": weight_layout, "plain": plain}
+    gated = "gate_weight" in arrays
+
+    def layer(name: str, dout: Any, activation: str | None = None, x: Any = arrays["x"]) -> dict[str, np.ndarray]:
+        given = {n: arrays[f"{name}_{n}"] for n in ("weight", "bias") if f"{name}_{n}" in arrays}
+        return linear({"x": x, **given}, dout=dout, activation=activation, **options)
+
+    features = arrays["up_weight"].shape[1 if weight_layout == "io" else 0]
+    first, none = "gate" if gated else "up", np.zeros((*np.shape(arrays["x"])[:-1], features))
+    value, up = layer(first, none, activation)["out"], layer("up", none)["out"] if gated else 1
+    hidden = rounded(value * up)
+    down = layer("down", dout, x=hidden.astype(dtype) if plain else hidden)
+    made = {"down": down, first: layer(first, rounded(down["x"] * up), activation)}
+    if gated:
+        made["up"] = layer("up", rounded(down["x"] * value))
+    gradients = {f"{name}_{n}": g for name, gs in made.items() for n, g in gs.items()}
+    gradients["x"] = sum(rounded(made[n]["x"]) for n in ("up", "gate") if n in made)
+    return {"out": down["out"]} | {n: rounded(gradients[n], np.asarray(a).dtype) for n, a in arrays.items()}
+
+
 def linear_cross_entropy(
     arrays: dict[str, Any],
     labels: Any,

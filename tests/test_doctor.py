@@ -87,7 +87,7 @@ def test_on_a_cpu_xla_runs_every_op_and_nothing_is_to_do(tmp_path):
     runs = {(run["op"], run["backend"]): run for run in found["runs"]}
     xla = [run for (_, backend), run in runs.items() if backend == "xla"]
     ops = (
-        "flash_attention", "linear", "gated_linear", "rms_norm", "layer_norm", "rotary_embedding",
+        "flash_attention", "linear", "gated_linear", "mlp", "rms_norm", "layer_norm", "rotary_embedding",
         "linear_cross_entropy",
     )  # fmt: skip
     assert [run["op"] for run in xla] == [name for op in ops for name in (op, f"{op}_bwd")]

@@ -18,6 +18,7 @@ from ejkernel_ops import (
     layer_norm,
     linear,
     linear_cross_entropy,
+    mlp,
     rms_norm,
     rotary_embedding,
 )
@@ -31,6 +32,7 @@ OPS = {
     "flash_attention": (functools.partial(flash_attention, causal=True), (HEADS, HEADS, HEADS)),
     "linear": (functools.partial(linear, activation="gelu"), (X, WEIGHT, normal(4, 5))),
     "gated_linear": (gated_linear, (X, WEIGHT, -WEIGHT)),
+    "mlp": (functools.partial(mlp, activation="silu"), (X, WEIGHT, normal(5, 5, 4), -WEIGHT)),
     "rms_norm": (rms_norm, (X, VECTOR)),
     "layer_norm": (layer_norm, (X, VECTOR, VECTOR)),
     "rotary_embedding": (rotary_embedding, (HEADS, IDS)),

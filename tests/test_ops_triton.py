@@ -18,6 +18,7 @@ from ejkernel_ops import (
     GatedLinearConfig,
     LinearConfig,
     LinearCrossEntropyConfig,
+    MlpConfig,
     NormConfig,
     RotaryConfig,
     UnsupportedError,
@@ -28,6 +29,7 @@ from ejkernel_ops import (
 from . import test_gated_linear as gated_linear
 from . import test_linear as linear
 from . import test_linear_cross_entropy as cross_entropy
+from . import test_mlp as mlp
 from . import test_norm as norm
 from . import test_rotary as rotary
 from .reference import case_name, mostly_once, pairwise
@@ -202,6 +204,38 @@ def test_gated_products_and_their_gradients_err_no_more_than_plain_ones(case):
 def test_both_weights_in_one_are_not_for_triton():
     with pytest.raises(UnsupportedError, match="takes two weights"):
         ops.gated_linear(jnp.ones((4, 8)), jnp.ones((8, 8)), config=gated((2, 8), (2, 8), 4))
+
+
+# MLPs
+
+
+def between(fwd, bwd, span):
+    """A config: tiles in either direction, and rows of a program of the backward."""
+    tiles = activated(fwd, bwd, span)
+    return MlpConfig(backend="triton", fwd=tiles.fwd, bwd=tiles.bwd)
+
+
+MLP_FACTORS = mlp.FACTORS | {"chunks": (((2, 8), (1, 16), 4), ((16, 2), (8, 4), 8))}
+
+
+@pytest.mark.parametrize("case", mostly_once(pairwise(MLP_FACTORS)), ids=case_name)
+def test_mlps_and_their_gradients_err_no_more_than_two_plain_layers(case):
+    mlp.judge(case, between(*case["chunks"]))
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_a_gradient_of_an_mlp_may_be_asked_alone(gated):
+    arrays, _ = mlp.inputs(gated=gated)
+
+    def gradient(names):
+        def loss(some):
+            return (ops.mlp(**arrays | some, config=between((2, 8), (2, 8), 4)) ** 2).sum()
+
+        return jax.jit(jax.grad(loss))({name: arrays[name] for name in names})
+
+    whole = gradient(arrays)
+    for name in arrays:
+        np.testing.assert_allclose(gradient([name])[name], whole[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 # Rotary embedding

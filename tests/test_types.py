@@ -35,6 +35,8 @@ CALLS = {
     "gated linear": (ek.gated_linear, (f(3, 8), f(8, 5), f(8, 5)), {"gate_bias": f(5), "up_bias": f(5)}),
     "gated linear, one weight": (ek.gated_linear, (f(3, 8), f(8, 10)), {}),
     "gated linear, other layout": (ek.gated_linear, (f(3, 8), f(5, 8), f(5, 8)), {"weight_layout": "oi"}),
+    "mlp": (ek.mlp, (f(2, 3, 8), f(8, 5), f(5, 4)), {"up_bias": f(5), "down_bias": f(4)}),
+    "mlp with a gate": (ek.mlp, (f(3, 8), f(5, 8), f(4, 5), f(5, 8)), {"weight_layout": "oi", "gate_bias": f(5)}),
     "rms norm": (ek.rms_norm, (f(2, 3, 8), f(8)), {}),
     "layer norm with residual": (ek.layer_norm, (f(2, 3, 8), f(8), f(8)), {"residual": f(2, 3, 8)}),
     "rotary": (ek.rotary_embedding, (f(2, 6, 4, 8), i(6)), {}),

@@ -16,6 +16,10 @@ from .linear_cross_entropy import LINEAR_CROSS_ENTROPY as LINEAR_CROSS_ENTROPY
 from .linear_cross_entropy import LINEAR_CROSS_ENTROPY_BWD as LINEAR_CROSS_ENTROPY_BWD
 from .linear_cross_entropy import LinearCrossEntropyConfig as LinearCrossEntropyConfig
 from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from .mlp import MLP as MLP
+from .mlp import MLP_BWD as MLP_BWD
+from .mlp import MlpConfig as MlpConfig
+from .mlp import mlp as mlp
 from .norm import LAYER_NORM as LAYER_NORM
 from .norm import LAYER_NORM_BWD as LAYER_NORM_BWD
 from .norm import RMS_NORM as RMS_NORM

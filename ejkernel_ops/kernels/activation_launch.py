@@ -57,6 +57,14 @@ class Products:
     up: jax.Array | None = None
     up_bias: jax.Array | None = None
 
+    def wide(self, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Both in a type, with their biases."""
+
+        def made(x: Any, bias: Any) -> Any:
+            return x if x is None else x.astype(dtype) if bias is None else x.astype(dtype) + bias.astype(dtype)
+
+        return made(self.product, self.bias), made(self.up, self.up_bias)
+
     @property
     def operands(self) -> list[jax.Array]:
         """Those of a kernel."""
@@ -72,6 +80,12 @@ class Gradients:
     out: jax.Array | None
     bias: jax.Array | None
     up_bias: jax.Array | None
+
+    def plus(self, product: Any, up: Any) -> Gradients:
+        """With cotangents more of the products alone, where there are any."""
+        first = self.product if product is None else self.product + product.astype(self.product.dtype)
+        second = self.up if up is None or self.up is None else self.up + up.astype(self.up.dtype)
+        return dataclasses.replace(self, product=first, up=second)
 
 
 _WEIGHTS = ("weight", "gate_weight", "up_weight")  # of what is activated: the first that there is
