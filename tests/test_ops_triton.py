@@ -215,7 +215,10 @@ def between(fwd, bwd, span):
     return MlpConfig(backend="triton", fwd=tiles.fwd, bwd=tiles.bwd)
 
 
-MLP_FACTORS = mlp.FACTORS | {"activation": ("gelu", "gelu_exact", "silu", "relu"), "chunks": (((2, 8), (1, 16), 4), ((16, 2), (8, 4), 8))}
+MLP_FACTORS = mlp.FACTORS | {
+    "activation": ("gelu", "gelu_exact", "silu", "relu"),
+    "chunks": (((2, 8), (1, 16), 4), ((16, 2), (8, 4), 8)),
+}
 
 
 @pytest.mark.parametrize("case", mostly_once(pairwise(MLP_FACTORS)), ids=case_name)
