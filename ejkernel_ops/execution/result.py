@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import importlib.metadata
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
@@ -19,6 +19,9 @@ from ..core.snapshot import Reentrant, entered, overlay_digest, with_overlay
 from ..errors import CacheFormatError, ConfigError
 from ..utils.files import replace_file
 from .trial import Trial
+
+if TYPE_CHECKING:
+    from .result_diff import ResultDiff
 
 F = TypeVar("F", bound=Callable)
 
@@ -74,6 +77,16 @@ class Entry:
         return self.heuristic_ms / self.ms if self.heuristic_ms and self.ms else None
 
 
+def conflict(entries: Sequence[Entry]) -> tuple[int, int] | None:
+    """The places of two entries with different configs for one call; `None` where there are none."""
+    found: dict[tuple[str, str], int] = {}
+    for index, entry in enumerate(entries):
+        first = found.setdefault((entry.op_id_v, entry.call_key), index)
+        if entries[first].cfg != entry.cfg:
+            return first, index
+    return None
+
+
 def versions() -> dict[str, str]:
     """What the timings depend on besides the device."""
     return {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
@@ -95,6 +108,9 @@ class AutotuningResult(Reentrant):
             ratios, round by round, which decides.
         notes: what else the reader should know.
 
+    Raises:
+        ConfigError: two configs for one call.
+
     Example:
         >>> from ejkernel_ops import device_fingerprint
         >>> result = AutotuningResult(device_fingerprint(), ())
@@ -111,6 +127,14 @@ class AutotuningResult(Reentrant):
     versions: dict[str, str] = dataclasses.field(default_factory=versions, hash=False)
     step_ms: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if (pair := conflict(self.entries)) is not None:
+            first, second = (self.entries[i] for i in pair)
+            raise ConfigError(
+                f"entries has two configs for {first.op_id_v}:{first.call_key}: {first.cfg} and {second.cfg}; expected "
+                "one: merge results with `a | b` or a.merge(b)"
+            )
 
     def as_overlay(self) -> dict[Key, Any]:
         """The configs by key, as `overlay_cache` takes them."""
@@ -167,25 +191,45 @@ class AutotuningResult(Reentrant):
         with self:
             return step.lower(*args, **kwargs).compile()
 
+    # Compared
+
     def __or__(self, other: AutotuningResult) -> AutotuningResult:
         """Both results; of calls that are in both, the other's config.
 
         Raises:
             ConfigError: results of two devices.
         """
-        if not isinstance(other, AutotuningResult):
-            return NotImplemented
-        if self.device != other.device:
-            raise ConfigError(f"results are for {self.device!r} and {other.device!r}; only one device's can be merged")
-        merged = {(e.op_id_v, e.call_key): e for e in (*self.entries, *other.entries)}
-        skipped = dict(self.skipped) | dict(other.skipped)
-        return AutotuningResult(
-            self.device,
-            tuple(merged.values()),
-            skipped=tuple(skipped.items()),
-            versions=self.versions | other.versions,
-            notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
-        )
+        return self.merge(other, prefer="other") if isinstance(other, AutotuningResult) else NotImplemented
+
+    def merge(self, other: AutotuningResult, *, prefer: str | None = None) -> AutotuningResult:
+        """Both results as one, for which the whole step has not been timed.
+
+        Args:
+            other: a result for the same device.
+            prefer: whose config is taken where they have two for one call: `"self"` or `"other"`; `None` refuses.
+
+        Returns:
+            A result with every call of both.
+
+        Raises:
+            ConfigError: results of two devices, two configs for one call, or another `prefer`.
+        """
+        from .result_diff import merge
+
+        return merge(self, other, prefer)
+
+    def diff(self, other: AutotuningResult) -> ResultDiff:
+        """What another result has that this one has not, and the reverse: calls, and their configs.
+
+        Args:
+            other: a result, for the same device or another.
+
+        Returns:
+            A `ResultDiff`, which is false where both have the same configs for the same calls.
+        """
+        from .result_diff import diff
+
+        return diff(self, other)
 
     # Kept
 
@@ -200,23 +244,28 @@ class AutotuningResult(Reentrant):
         return dumps(self)
 
     @classmethod
-    def loads(cls, text: str | bytes, *, allow_other_device: bool = False) -> AutotuningResult:
+    def loads(
+        cls, text: str | bytes, *, allow_other_device: bool = False, allow_unknown_ops: bool = False
+    ) -> AutotuningResult:
         """Reads JSON text; runs no code of it and imports nothing.
+
+        Errors name the line. A config that the file has for a call is also checked when the call is traced.
 
         Args:
             text: what `dumps` returned.
             allow_other_device: use configs that were tuned for another device here.
+            allow_unknown_ops: leave out ops that are not known in this process, and name them in `skipped`.
 
         Returns:
             The result.
 
         Raises:
-            CacheFormatError: not a result, damaged, or of another device.
+            CacheFormatError: not a result, damaged, of another device, with an illegal config or with two for one call.
             ConfigError: an op that is not known in this process.
         """
         from .result_json import loads
 
-        return loads(cls, text, allow_other_device)
+        return loads(cls, text, allow_other_device, allow_unknown_ops)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the result to a file, which is replaced as a whole.
@@ -228,12 +277,16 @@ class AutotuningResult(Reentrant):
         replace_file(path, self.dumps())
 
     @classmethod
-    def load(cls, path: str | os.PathLike, *, allow_other_device: bool = False) -> AutotuningResult:
+    def load(
+        cls, path: str | os.PathLike, *, allow_other_device: bool = False, allow_unknown_ops: bool = False
+    ) -> AutotuningResult:
         """Reads a file that `save` wrote; see `loads`."""
         try:
-            return cls.loads(Path(path).read_bytes(), allow_other_device=allow_other_device)
-        except CacheFormatError as error:
-            raise CacheFormatError(f"{path}: {error}") from None
+            return cls.loads(
+                Path(path).read_bytes(), allow_other_device=allow_other_device, allow_unknown_ops=allow_unknown_ops
+            )
+        except (CacheFormatError, ConfigError) as error:
+            raise type(error)(f"{path}: {error}") from None
 
     # Seen
 
