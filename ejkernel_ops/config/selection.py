@@ -151,11 +151,18 @@ class ConfigSelectorChain:
         if policy.mode != "off":
             yield "overlay", snapshot.overlay.get(key)
         if policy.mode in ("auto", "cached"):
-            yield from self.stored(inv, key)
+            yield from self._on_call(inv, key)
             if policy.mode == "auto" and policy.tune_on_call:
                 yield "tuned", self._tune_now(inv, key)
             yield "neighbour", self._from_neighbour(inv, snapshot)
         yield "heuristic", functools.partial(_refuse if policy.mode == "pinned" else heuristic, inv)
+
+    def _on_call(self, inv: Any, key: Key) -> Iterator[tuple[str, Any]]:
+        """What is stored for a call that is about to run."""
+        if jax.process_count() == 1:
+            yield from self.stored(inv, key)
+        else:  # disks of several hosts differ, and so would their programs
+            yield "memory", self.cache.get(key)
 
     def stored(self, inv: Any, key: Key) -> Iterator[tuple[str, Any]]:
         """What memory and disk hold for a call, as `(tier, config or None)`."""
@@ -163,9 +170,7 @@ class ConfigSelectorChain:
         yield "disk", self._from_disk(inv, key)
 
     def _from_disk(self, inv: Any, key: Key) -> Any:
-        if self.persistent is None or jax.process_count() > 1:  # disks of several hosts differ
-            return None
-        cfg = self.persistent.get(key)
+        cfg = None if self.persistent is None else self.persistent.get(key)
         return cfg if cfg is not None and why_illegal(inv, cfg) is None else None
 
     def _tune_now(self, inv: Any, key: Key) -> Any:
@@ -213,6 +218,8 @@ class ConfigSelectorChain:
     def store(self, key: Key, cfg: Any, inv: Any = None, heuristic: Any = None) -> None:
         """Keeps a measured winner, in memory and on disk.
 
+        With several processes on disk only: no other one has it, and calls of this one would use what is in memory.
+
         Args:
             key: of the call.
             cfg: the winner.
@@ -221,7 +228,8 @@ class ConfigSelectorChain:
         """
         if inv is not None:
             self._neighbours.add(key.device, inv, place_of(inv), None if cfg == heuristic else cfg)
-        self.cache.put(*key, cfg)
+        if jax.process_count() == 1:
+            self.cache.put(*key, cfg)
         if self.persistent is not None and self.persist_autotune:
             try:
                 self.persistent.put(*key, cfg)

@@ -15,9 +15,10 @@ import jax
 
 from ..config.cache import Key
 from ..config.neighbours import Place, remember_places
-from ..core.snapshot import Reentrant, entered, overlay_digest, with_overlay
+from ..core.snapshot import Reentrant, Snapshot, current, entered, overlay_digest, with_overlay
 from ..errors import CacheFormatError, ConfigError
 from ..utils.files import replace_file
+from .hosts import compare_once
 from .trial import Trial
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ class AutotuningResult(Reentrant):
     A function that is already jitted retraces once when it is first called inside; leaving, and entering
     a result of equal content, never retraces. The context may be nested, repeated and used in threads.
 
+    Where there are several processes all must enter the same results in the same order: digests are compared when one
+    is first entered (over the same others, if any), and where they differ all raise a `ConfigError`.
+
     Args:
         device: fingerprint of the device that was tuned for.
         entries: configs by call.
@@ -157,7 +161,19 @@ class AutotuningResult(Reentrant):
 
     def _open(self) -> contextlib.AbstractContextManager:
         remember_places(self._placed)
-        return entered(functools.partial(with_overlay, configs=self._overlay, digest=self.digest))
+        change = functools.partial(with_overlay, configs=self._overlay, digest=self.digest)
+        if jax.process_count() > 1:
+            self._compare(current(), change(current()))
+        return entered(change)
+
+    @functools.cached_property
+    def _places_digest(self) -> str:  # neighbours are found by them, so they decide programs too
+        return overlay_digest(self._placed)
+
+    def _compare(self, before: Snapshot, after: Snapshot) -> None:
+        """Refuses a result that is not the other processes', before anything is compiled with it."""
+        digests = f"{after.overlay_digest[:16]} {self._places_digest[:16]} over {before.overlay_digest[:16] or 'none'}"
+        compare_once("entering a result", f"digest {digests}", "load one file in each, or tune with sync=True")
 
     def wrap(self, fn: F) -> F:
         """A function that enters the result around each call: other jitted work is not retraced.
