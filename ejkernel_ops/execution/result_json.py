@@ -85,7 +85,7 @@ def dumps(result: AutotuningResult) -> str:
 
 def loads(cls: type[R], text: str | bytes, allow_other_device: bool, allow_unknown_ops: bool) -> R:
     """As `AutotuningResult.loads`, for a class of results."""
-    result, here = read(cls, text, allow_unknown_ops), device_fingerprint()
+    result, here = read(cls, text, allow_unknown_ops, check_calls=True), device_fingerprint()
     if result.device == here:
         return result
     if not allow_other_device:
@@ -95,8 +95,14 @@ def loads(cls: type[R], text: str | bytes, allow_other_device: bool, allow_unkno
     return dataclasses.replace(result, device=here, notes=(*result.notes, f"tuned for {result.device}"))
 
 
-def read(cls: type[R], text: str | bytes, allow_unknown_ops: bool = False) -> R:
+def read(cls: type[R], text: str | bytes, allow_unknown_ops: bool = False, check_calls: bool = False) -> R:
     """A result of whatever device it is for: to be looked at, not to be entered.
+
+    Args:
+        cls: the class of the result.
+        text: JSON text.
+        allow_unknown_ops: as `AutotuningResult.loads`.
+        check_calls: refuse a config that is illegal for its call, where that call was recorded here.
 
     Raises:
         CacheFormatError: as `AutotuningResult.loads`.
@@ -108,7 +114,11 @@ def read(cls: type[R], text: str | bytes, allow_unknown_ops: bool = False) -> R:
         if allow_unknown_ops and plain.op not in KERNELS:
             skipped.append((f"{plain.op}:{plain.key}", "left out: no such op was made in this process"))
             continue
-        entries.append(_entry_from_form(plain, form.device, _Place(text, ("entries", index))))
+        at = _Place(text, ("entries", index))
+        entry = _entry_from_form(plain, at)
+        if check_calls:
+            _refuse_illegal(entry, form.device, at / "config")
+        entries.append(entry)
         lines.append(index)
     if (pair := conflict(entries)) is not None:
         first, second = (line_of(text, ("entries", lines[i])) for i in pair)
@@ -184,7 +194,16 @@ def _entry_to_plain(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _entry_from_form(form: _EntryForm, device: str, at: _Place) -> Entry:
+def _refuse_illegal(entry: Entry, device: str, at: _Place) -> None:
+    """Refuses a config of a call that was recorded here; one that was not is checked when it is traced."""
+    inv = find_call(Key(device, entry.op_id_v, entry.call_key))
+    if inv is None or not is_complete(inv.kernel, entry.cfg):
+        return
+    if (reason := why_illegal(inv, entry.cfg)) is not None:
+        raise at.error(CacheFormatError, f"the config of {entry.op_id_v} is illegal here: {reason}")
+
+
+def _entry_from_form(form: _EntryForm, at: _Place) -> Entry:
     try:
         kernel = find_kernel(form.op)
     except ConfigError as error:
@@ -193,10 +212,7 @@ def _entry_from_form(form: _EntryForm, device: str, at: _Place) -> Entry:
     cfg = _config(form.config, kind, at / "config")
     if cfg is None:
         raise (at / "config").error(CacheFormatError, f"the config of {form.op} is null; expected a config")
-    reason, inv = why_never_legal(kernel, cfg), find_call(Key(device, form.op, form.key))
-    if reason is None and inv is not None and is_complete(kernel, cfg):
-        reason = why_illegal(inv, cfg)
-    if reason is not None:
+    if (reason := why_never_legal(kernel, cfg)) is not None:
         raise (at / "config").error(CacheFormatError, f"the config of {form.op} is illegal here: {reason}")
     trials = tuple(
         Trial(_config(t.config, kind, at / "trials" / i / "config"), t.status, t.ms, t.spread, t.reason)
