@@ -120,4 +120,4 @@ def _markdown_row(cells: Iterable[str]) -> str:
 
 def _escaped(text: str) -> str:
     """Text in one line that Markdown shows as it is."""
-    return re.sub(r"([\\|`*<])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\|`*<])", r"\\\1", " ".join(printable(text).split()))
