@@ -27,8 +27,9 @@ def run_two(folder, *scenarios, limit=100.0):
         port = str(free.getsockname()[1])
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *filter(None, sys.path)]),
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-    }
+        "JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
+    }  # fmt: skip
     files = [[folder / f"{name}{rank}" for name in ("out", "err")] for rank in (0, 1)]
     with contextlib.ExitStack() as stack:
         processes = []

@@ -75,6 +75,7 @@ def pinned(path):
     return len(entries)
 
 
+@pytest.mark.cpu  # on a GPU this process has the memory that the others would need
 @pytest.mark.once
 @pytest.mark.slow
 def test_eight_processes_make_one_program_from_one_result(tmp_path):

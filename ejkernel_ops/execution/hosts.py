@@ -93,7 +93,8 @@ def _exchange(what: str, said: dict[str, Any], timeout_s: float) -> list[dict[st
     """What every process said, in the order of their numbers."""
     client, me = _client(), jax.process_index()
     with _lock:
-        name = f"ejkernel_ops/{next(_turns)}"
+        turn = next(_turns)
+        name, before = f"ejkernel_ops/{turn}", f"ejkernel_ops/{turn - 1}"
         client.key_value_set_bytes(f"{name}/{me:08d}", json.dumps(said | {"what": what}).encode())
         try:
             client.wait_at_barrier(name, round(timeout_s * 1e3))
@@ -103,6 +104,7 @@ def _exchange(what: str, said: dict[str, Any], timeout_s: float) -> list[dict[st
                 f"{what}: not every process came here; {timeout_s:g} s are waited at most: {told}. All must tune, "
                 "and enter the same results, in the same order"
             ) from None
+        client.key_value_delete(f"{before}/{me:08d}")  # all are here, so all have read it
         found = [json.loads(text) for _, text in sorted(client.key_value_dir_get_bytes(f"{name}/"))]
     require_same("what is done", [other["what"] for other in found], "all must do the same in the same order")
     return found

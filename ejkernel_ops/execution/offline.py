@@ -19,10 +19,11 @@ from ..utils.fingerprint import device_fingerprint
 from ..utils.labelled import LABEL_ONLY
 from ..utils.meta import OTHER_LABEL, CallSite, call_sites, extract_labels_from_hlo_text, program_text, split_label
 from ..utils.values import short_hash, stable_json
+from .entry import Entry
 from .hosts import WORK_S, from_first, require_same, together
 from .measure import inside_trace
 from .progress import Progress
-from .result import AutotuningResult, Entry
+from .result import AutotuningResult
 
 
 def autotune_lowered(

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from ..errors import ConfigError
-from .result import AutotuningResult, Entry
+from .entry import Entry
+from .result import AutotuningResult
 from .result_text import config_text, printable
 
 _PREFERRED = ("self", "other")

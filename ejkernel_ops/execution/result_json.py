@@ -20,7 +20,8 @@ from ..errors import CacheFormatError, ConfigError
 from ..registry import find_call
 from ..utils.fingerprint import device_fingerprint
 from ..utils.json_lines import line_of
-from .result import AutotuningResult, Entry, conflict
+from .entry import Entry, conflict
+from .result import AutotuningResult
 from .trial import Trial
 
 R = TypeVar("R", bound=AutotuningResult)

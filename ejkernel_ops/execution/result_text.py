@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..config.schema import leaf_fields
-from .result import AutotuningResult, Entry
+from .entry import Entry
+from .result import AutotuningResult
 from .trial import Trial
 
 COLUMNS = ("op", "operands", "calls", "back end", "config", "heuristic ms", "chosen ms", "gain", "source")
