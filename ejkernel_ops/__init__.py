@@ -25,13 +25,13 @@ from .errors import TuningError as TuningError
 from .errors import UnsupportedError as UnsupportedError
 from .execution.batch import pmap_with_config as pmap_with_config
 from .execution.batch import vmap_with_config as vmap_with_config
+from .execution.entry import Entry as Entry
 from .execution.executor import Executor as Executor
 from .execution.executor import default_executor as default_executor
 from .execution.measure import benchmark as benchmark
 from .execution.offline import autotune_lowered as autotune_lowered
 from .execution.offline import autotune_recorded as autotune_recorded
 from .execution.result import AutotuningResult as AutotuningResult
-from .execution.result import Entry as Entry
 from .execution.trial import Trial as Trial
 from .execution.tuning import Autotuner as Autotuner
 from .execution.tuning import autotune as autotune

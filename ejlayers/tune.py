@@ -13,6 +13,7 @@ import jax
 from ejkernel_ops import AutotuningResult, ConfigSelectorChain, autotune_lowered, default_selector, policy_override
 from ejkernel_ops.config.selection import require_chain
 from ejkernel_ops.execution.failures import first_line
+from ejkernel_ops.execution.hosts import from_first
 from ejkernel_ops.execution.measure import BUSY, spread
 from ejkernel_ops.execution.progress import Progress
 
@@ -27,6 +28,7 @@ def tune(
     *args: Any,
     selector: ConfigSelectorChain | None = None,
     whole_step: bool = True,
+    sync: bool = False,
     progress: bool = True,
     **kwargs: Any,
 ) -> AutotuningResult:
@@ -41,6 +43,8 @@ def tune(
         *args: its arguments; `ShapeDtypeStruct`s will do, then the whole step is not timed.
         selector: whose tuner and caches are used; default the default selector.
         whole_step: time the whole step at the end.
+        sync: with several processes, tune in process 0 and give all its result, as `autotune_lowered`; all time the
+            whole step, and what process 0 finds decides.
         progress: show what is tuned on stderr where that is a terminal.
         **kwargs: the step's keyword arguments.
 
@@ -49,7 +53,8 @@ def tune(
         why.
 
     Raises:
-        TuningError: inside a trace, where nothing can be timed.
+        TuningError: inside a trace, where nothing can be timed; with `sync`, tuning failed in another process.
+        ConfigError: with `sync`, the processes lowered different programs, or not all came.
 
     Example:
         >>> from flax import nnx
@@ -63,9 +68,12 @@ def tune(
     step, args, kwargs = unbound(step, args, kwargs)
     step = jitted(step, args, kwargs)
     with Progress(selector, shown=progress):
-        result = autotune_lowered(selector, lower(step, args, kwargs), progress=progress)
+        result = autotune_lowered(selector, lower(step, args, kwargs), sync=sync, progress=progress)
         if not whole_step or not result.entries or is_abstract((args, kwargs)):
             return result
+        if jax.process_count() > 1 and not sync:  # the others would not take part in its collectives
+            note = "the whole step was not timed: with several processes that needs sync=True"
+            return dataclasses.replace(result, notes=(*result.notes, note))
         try:
             return _WholeStep(step, args, kwargs, selector).pruned(result)
         except Exception as error:  # what a step may raise is endless, and minutes of tuning must not be lost to it
@@ -114,13 +122,13 @@ class _WholeStep:
         samples: list[list[float]] = [[] for _ in results]
         deadline = time.monotonic() + _BUDGET_S
         for turn in range(_ROUNDS):
-            if turn > 2 and time.monotonic() > deadline:
+            if turn > 2 and _decided(time.monotonic() > deadline):
                 break
             for times, result in zip(samples, results):
                 times.append(self._run(result))
         if max(map(spread, samples)) > BUSY:
             self.selector.emit("busy", spread=max(map(spread, samples)))
-        return samples
+        return _decided(samples)
 
     def _run(self, result: AutotuningResult | None) -> float:
         args, kwargs = copied(self.arguments)
@@ -130,6 +138,11 @@ class _WholeStep:
             out = self.step(*args, **kwargs)
         _wait((out, args, kwargs))  # a step may return nothing, and change its arguments
         return (time.perf_counter() - start) * 1e3
+
+
+def _decided(value: Any) -> Any:
+    """What process 0 has found: all must go on alike, for a step may have collectives."""
+    return value if jax.process_count() == 1 else from_first("timing the step", lambda: value)
 
 
 def _wait(tree: Any) -> None:

@@ -47,10 +47,18 @@ def test_own_kernel_example_tunes_both_directions(monkeypatch):
 
 
 def test_docs_code_runs(tmp_path):
-    for page in ("own_kernel.md", "forms.md", "ops.md"):
+    for page in ("own_kernel.md", "forms.md", "ops.md", "sharing.md"):
         code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL))
         done = python("-c", code, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+
+
+def test_tests_that_pages_name_exist():
+    for page in (ROOT / "docs").glob("*.md"):
+        file = ""
+        for named, test in re.findall(r"`(test_\w+\.py)?::(test_\w+)`", page.read_text()):
+            file = named or file
+            assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{page.name} names {file}::{test}"
 
 
 def test_no_kernel_tunes_itself_when_it_is_launched():

@@ -52,17 +52,21 @@ def combine(inv: Any, tiers: Iterable[tuple[str, Any]]) -> Choice:
             before = {name for name, value in leaf_fields(cfg) if value is not None} if cfg is not None else set()
             cfg = merge(cfg, given)
             sources |= {name: tier for name, value in leaf_fields(cfg) if value is not None and name not in before}
-            if _is_complete(kernel, cfg):
+            if is_complete(kernel, cfg):
                 break
         else:
             notes.append(reason)
     if cfg is None or not filled:
         missing = "no config" if cfg is None else f"{cfg} leaves fields open"
         raise ConfigError(f"{missing} for {inv!r}: {'; '.join(notes) or 'no tier has one'}. Pass a config to the call")
-    _refuse_unread(inv, cfg)
+    if (reason := _unread(kernel, cfg)) is not None:
+        raise ConfigError(f"config of {kernel.op_id} {reason}")
     if sources.get("backend", "call") != "call":  # it was a choice, and these were not among what it was made of
         notes += [text for text in kernel.missed(inv) if text not in notes]
-    if "call" in sources.values() and kernel.has_rule and (reason := kernel.illegal(inv, cfg)) is not None:
+    given = {"call", "overlay"} & set(
+        sources.values()
+    )  # by a person, or a file of another's; caches are checked before
+    if given and kernel.has_rule and (reason := kernel.illegal(inv, cfg)) is not None:
         raise ConfigError(f"config of {kernel.op_id} is {cfg}, which is illegal for {inv!r}: {reason}")
     return Choice(cfg, tuple(sorted(sources.items())), tuple(notes))
 
@@ -93,7 +97,7 @@ def _why_passed_over(kernel: Any, inv: Any, tier: str, cfg: Any, given: Any) -> 
     return None
 
 
-def _is_complete(kernel: Any, cfg: Any) -> bool:
+def is_complete(kernel: Any, cfg: Any) -> bool:
     """Whether all that the back end of a config reads is set."""
     values, backend = dict(leaf_fields(cfg)), getattr(cfg, "backend", None)
     read = values if kernel.fields is None or backend is None else kernel.fields.get(backend, ())
@@ -106,15 +110,22 @@ def _is_read(kernel: Any, cfg: Any, name: str) -> bool:
     return name == "backend" or fields is None or backend is None or name in fields.get(backend, ())
 
 
-def _refuse_unread(inv: Any, cfg: Any) -> None:
-    kernel = inv.kernel
+def _unread(kernel: Any, cfg: Any) -> str | None:
+    """The first field that is set and that the back end does not read, in words; `None` where there is none."""
     for name, value in leaf_fields(cfg):
         if value is not None and not _is_read(kernel, cfg, name):
             takes = ", ".join(kernel.fields.get(cfg.backend, ())) or "none"
-            raise ConfigError(
-                f"config of {kernel.op_id} sets {name}={value!r}, which the {cfg.backend} back end does not have; "
-                f"it takes {takes}"
-            )
+            return f"sets {name}={value!r}, which the {cfg.backend} back end does not have; it takes {takes}"
+    return None
+
+
+def why_never_legal(kernel: Any, cfg: Any) -> str | None:
+    """Why a config can be used for no call of a kernel at all; `None` where it may be for some."""
+    backend = getattr(cfg, "backend", None)
+    if backend is not None and backend not in kernel.backends:
+        return f"{kernel.op_id} has no {backend} version; it has {', '.join(kernel.backends) or 'run alone'}"
+    reason = _unread(kernel, cfg)
+    return None if reason is None else f"it {reason}"
 
 
 def describe(choice: Choice) -> str:

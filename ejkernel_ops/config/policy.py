@@ -18,8 +18,9 @@ class AutotunePolicy:
     """Which tiers a choice may use.
 
     Args:
-        mode: `"auto"`: explicit, overlays, memory, disk, tuning if `tune_on_call`, heuristic. `"cached"`: the
-            same, never tuning. `"pinned"`: explicit, overlays, else an error. `"off"`: explicit, else heuristic.
+        mode: `"auto"`: explicit, overlays, memory, disk, packaged table, tuning if `tune_on_call`, the nearest tuned
+            shape, heuristic. `"cached"`: the same, never tuning. `"pinned"`: explicit, overlays, packaged table, else
+            an error. `"off"`: explicit, else heuristic.
         tune_on_call: tune on the first call of a shape, outside traces, in a single process.
 
     Raises:

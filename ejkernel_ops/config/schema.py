@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -112,12 +113,17 @@ def from_plain(data: Any, config_type: type[T]) -> T:
     data = _known(data, config_type, "config")
     try:
         return msgspec.convert(data, config_type, strict=True, str_keys=True)
-    except (msgspec.ValidationError, ConfigError, RecursionError, TypeError) as error:
+    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError, TypeError) as error:
         raise CacheFormatError(f"not a {getattr(config_type, '__name__', config_type)}: {error}") from None
 
 
 def _version(config_type: Any) -> int:
     return getattr(config_type, "config_version", 1)
+
+
+@functools.lru_cache(maxsize=256)  # annotations are text, and evaluating them is slow
+def _field_types(config_type: Any) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.inspect.type_info(config_type).fields}  # type: ignore[attr-defined]
 
 
 def _known(data: Any, config_type: Any, where: str) -> Any:
@@ -128,7 +134,7 @@ def _known(data: Any, config_type: Any, where: str) -> Any:
     version, name = data.pop("@version", 1), getattr(config_type, "__name__", str(config_type))
     if version != _version(config_type):
         raise CacheFormatError(f"{where} is of version {version!r} of {name}; this is version {_version(config_type)}")
-    known = {f.name: f.type for f in msgspec.inspect.type_info(config_type).fields}  # type: ignore[attr-defined]
+    known = _field_types(config_type)
     for name, value in data.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)

@@ -21,6 +21,7 @@ from .choice import Choice, combine
 from .neighbours import Neighbours, neighbours_in, place_of
 from .persistent import PersistentCache
 from .policy import AutotunePolicy, effective, policy_override
+from .table import table_of
 
 __all__ = [
     "AutotunePolicy", "ConfigChooser", "ConfigSelectorChain", "default_selector", "policy_override",
@@ -50,7 +51,7 @@ class ConfigChooser(Protocol):
 
 
 class ConfigSelectorChain:
-    """Chooses a config by tiers: explicit, overlays, memory, disk, tuning, the nearest tuned shape, heuristic.
+    """Chooses a config by tiers: explicit, overlays, memory, disk, packaged table, tuning, neighbour, heuristic.
 
     An explicit config is never stored, and neither a heuristic nor a neighbour's config counts as tuned.
 
@@ -151,11 +152,21 @@ class ConfigSelectorChain:
         if policy.mode != "off":
             yield "overlay", snapshot.overlay.get(key)
         if policy.mode in ("auto", "cached"):
-            yield from self.stored(inv, key)
+            yield from self._on_call(inv, key)
+        if policy.mode != "off":
+            yield "table", self._from_table(inv, key)
+        if policy.mode in ("auto", "cached"):
             if policy.mode == "auto" and policy.tune_on_call:
                 yield "tuned", self._tune_now(inv, key)
             yield "neighbour", self._from_neighbour(inv, snapshot)
         yield "heuristic", functools.partial(_refuse if policy.mode == "pinned" else heuristic, inv)
+
+    def _on_call(self, inv: Any, key: Key) -> Iterator[tuple[str, Any]]:
+        """What is stored for a call that is about to run."""
+        if jax.process_count() == 1:
+            yield from self.stored(inv, key)
+        else:  # disks of several hosts differ, and so would their programs
+            yield "memory", self.cache.get(key)
 
     def stored(self, inv: Any, key: Key) -> Iterator[tuple[str, Any]]:
         """What memory and disk hold for a call, as `(tier, config or None)`."""
@@ -163,10 +174,10 @@ class ConfigSelectorChain:
         yield "disk", self._from_disk(inv, key)
 
     def _from_disk(self, inv: Any, key: Key) -> Any:
-        if self.persistent is None or jax.process_count() > 1:  # disks of several hosts differ
-            return None
-        cfg = self.persistent.get(key)
-        return cfg if cfg is not None and why_illegal(inv, cfg) is None else None
+        return None if self.persistent is None else _if_legal(inv, self.persistent.get(key))
+
+    def _from_table(self, inv: Any, key: Key) -> Any:
+        return _if_legal(inv, table_of(key.device).configs.get(key))
 
     def _tune_now(self, inv: Any, key: Key) -> Any:
         if inside_trace() or jax.process_count() > 1:
@@ -200,7 +211,7 @@ class ConfigSelectorChain:
         return next((cfg for cfg in self._near(inv, snapshot) if cfg is None or why_illegal(inv, cfg) is None), None)
 
     def _near(self, inv: Any, snapshot: Snapshot) -> list[Any]:
-        """Configs of neighbouring shapes, the nearest first: of the overlays, then of memory and disk."""
+        """Configs of neighbouring shapes, the nearest first: of the overlays, of memory and disk, of the table."""
         try:
             place = place_of(inv)
         except (ConfigError, jax.errors.InconclusiveDimensionOperation):  # no key, or symbols for lengths
@@ -208,10 +219,12 @@ class ConfigSelectorChain:
         found = neighbours_in(snapshot.overlay, inv.device_fingerprint, inv.op_id_v, place)
         if jax.process_count() == 1:  # memories and disks of several hosts differ
             found += self._neighbours.of(inv.device_fingerprint, inv, place)
-        return [neighbour.cfg for neighbour in found]
+        return [neighbour.cfg for neighbour in found + table_of(inv.device_fingerprint).near(place)]
 
     def store(self, key: Key, cfg: Any, inv: Any = None, heuristic: Any = None) -> None:
         """Keeps a measured winner, in memory and on disk.
+
+        With several processes on disk only: no other one has it, and calls of this one would use what is in memory.
 
         Args:
             key: of the call.
@@ -221,7 +234,8 @@ class ConfigSelectorChain:
         """
         if inv is not None:
             self._neighbours.add(key.device, inv, place_of(inv), None if cfg == heuristic else cfg)
-        self.cache.put(*key, cfg)
+        if jax.process_count() == 1:
+            self.cache.put(*key, cfg)
         if self.persistent is not None and self.persist_autotune:
             try:
                 self.persistent.put(*key, cfg)
@@ -320,11 +334,15 @@ def why_illegal(inv: Any, cfg: Any) -> str | None:
         return f"{kernel.op_id_v}.illegal raised {type(error).__name__}: {error}"
 
 
+def _if_legal(inv: Any, cfg: Any) -> Any:
+    return cfg if cfg is not None and why_illegal(inv, cfg) is None else None
+
+
 _default: list[ConfigSelectorChain] = []
 
 
 def default_selector() -> ConfigSelectorChain:
-    """The selector of calls that name no executor: memory, then the user's cache folder, then heuristics.
+    """The selector of calls that name no executor: memory, the user's cache folder, the packaged table, heuristics.
 
     Returns:
         The same object in each call, until `set_default_selector`.

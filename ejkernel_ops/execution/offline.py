@@ -13,14 +13,17 @@ from ..config.neighbours import place_of
 from ..config.selection import ConfigSelectorChain, default_selector, heuristic, require_chain
 from ..core.invocation import Invocation
 from ..environment import recording
-from ..errors import DeviceLostError, EjkernelError, LabelError, TuningError, UnsupportedError
+from ..errors import DeviceLostError, EjkernelError, LabelError, TuningError
 from ..registry import find_call, get_invocations
 from ..utils.fingerprint import device_fingerprint
 from ..utils.labelled import LABEL_ONLY
 from ..utils.meta import OTHER_LABEL, CallSite, call_sites, extract_labels_from_hlo_text, program_text, split_label
+from ..utils.values import short_hash, stable_json
+from .entry import Entry
+from .hosts import WORK_S, from_first, require_same, together
 from .measure import inside_trace
 from .progress import Progress
-from .result import AutotuningResult, Entry
+from .result import AutotuningResult
 
 
 def autotune_lowered(
@@ -35,7 +38,8 @@ def autotune_lowered(
         selector: whose tuner and caches are used. May be left out: `autotune_lowered(lowered)`.
         lowered: what `jax.jit(step).lower(...)` returned in this process, or its text.
         strict: raise where a label cannot be tuned.
-        sync: tune in one process and give all its result; one process only, for now.
+        sync: where `jax.distributed` runs several processes, tune in process 0 alone and give all its result; every one
+            of them must call this. Without it each process tunes by itself, and no two find quite the same.
         progress: show what is tuned where stderr is a terminal; `False`: never.
 
     Returns:
@@ -43,10 +47,11 @@ def autotune_lowered(
         not tuned, and why.
 
     Raises:
-        ConfigError: the selector is none.
         LabelError: no program, or a compiled one; with `strict`, a label of a call that was not recorded here.
-        TuningError: inside a trace; with `strict`, a call whose heuristic config does not run.
-        UnsupportedError: `sync` with several processes.
+        TuningError: inside a trace; with `strict`, a call whose heuristic config does not run; with `sync`, tuning
+            failed in process 0.
+        ConfigError: the selector is none; with `sync`, the processes lowered different programs, or not all came.
+        UnsupportedError: with `sync`, several processes without `jax.distributed.initialize()`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -57,41 +62,72 @@ def autotune_lowered(
     """
     if lowered is None:
         selector, lowered = default_selector(), selector
-    require_chain(selector)
+    chain = require_chain(selector)
     if sync and jax.process_count() > 1:
-        raise UnsupportedError(
-            "sync=True with several processes is not supported yet: tune in one, load its file in all"
-        )
-    device, calls, skipped = device_fingerprint(), [], []
-    text = program_text(lowered)
+        return _synced(chain, lowered, strict, progress)
+    calls, skipped = _calls_of(lowered, strict)
+    with Progress(chain, shown=progress):
+        return _tune(chain, device_fingerprint(), calls, skipped, strict)
+
+
+def _synced(selector: ConfigSelectorChain, lowered: Any, strict: bool, progress: bool) -> AutotuningResult:
+    """What process 0 tunes, in every process."""
+    device = device_fingerprint()
+
+    def tuned() -> str:
+        with Progress(selector, shown=progress):
+            return _tune(selector, device, calls, skipped, strict).dumps()
+
+    def summary(found: tuple[list, list]) -> str:
+        labels = sorted(label for part in found for label, *_ in part)
+        return f"{device}, {len(labels)} kernels, digest {short_hash(stable_json(labels))}"
+
+    (calls, skipped), said = together("reading the program", lambda: _calls_of(lowered, strict), summary)
+    require_same("the program", said, "lower the same step, on devices of one model, in each")
+    text = from_first("tuning", tuned, WORK_S)
+    result, said = together("taking the result", lambda: AutotuningResult.loads(text), lambda result: result.digest)
+    require_same("the result", said, "run the same versions of the kernels in each")
+    return result
+
+
+def _calls_of(lowered: Any, strict: bool) -> tuple[list[tuple], list[tuple[str, str]]]:
+    """The calls of a program that can be tuned, and the labels of those that cannot, with reasons."""
+    calls, skipped, text = [], [], program_text(lowered)
     if text.startswith("HloModule"):
         raise LabelError("the program is compiled: its calls cannot be counted any more; pass the lowered one")
     found = _by_label(text)
     if not found and (other := OTHER_LABEL.search(text)):
         raise LabelError(f"the program has labels of another prefix, such as {other[1]}; set EJKERNEL_OPS_PREFIX to it")
+    device = device_fingerprint()
     for label, sites in found.items():
         key = Key(device, *split_label(label))
-        inv, reason = find_call(key), ""
-        if any(site.config == LABEL_ONLY for site in sites):
-            skipped.append((label, LABEL_ONLY))
-            continue
-        if inv is None:
-            off = "" if recording() else ": EJKERNEL_OPS_RECORD=0 turned recording off"
-            reason = f"no such call was recorded in this process on this device{off}"
-        elif not sites:
-            reason = "the program has its result, but not the call"
-        elif all(set(parse_description(site.config)[1].values()) == {"call"} for site in sites):
-            skipped.append((label, "pinned: every field comes from the config that the call or module gives"))
-            continue
-        if not reason:
-            counts = sum(site.calls for site in sites), sum(site.executions for site in sites)
-            calls.append((label, key, inv, *counts))
-        elif strict:
-            raise LabelError(f"{label}: {reason}; lower the program in this process")
-        else:
+        inv = find_call(key)
+        if reason := _why_not_tuned(sites):
             skipped.append((label, reason))
-    with Progress(selector, shown=progress):
-        return _tune(selector, device, calls, skipped, strict)
+        elif reason := _why_unknown(inv, sites):
+            if strict:
+                raise LabelError(f"{label}: {reason}; lower the program in this process")
+            skipped.append((label, reason))
+        else:
+            calls.append((label, key, inv, sum(s.calls for s in sites), sum(s.executions for s in sites)))
+    return calls, skipped
+
+
+def _why_not_tuned(sites: list[CallSite]) -> str | None:
+    """Why nobody would want these calls of one label tuned; `None` where they may."""
+    if any(site.config == LABEL_ONLY for site in sites):
+        return LABEL_ONLY
+    if sites and all(set(parse_description(site.config)[1].values()) == {"call"} for site in sites):
+        return "pinned: every field comes from the config that the call or module gives"
+    return None
+
+
+def _why_unknown(inv: Invocation | None, sites: list[CallSite]) -> str | None:
+    """Why a label does not lead to a call that can be tuned; `None` where it does."""
+    if inv is None:
+        off = "" if recording() else ": EJKERNEL_OPS_RECORD=0 turned recording off"
+        return f"no such call was recorded in this process on this device{off}"
+    return None if sites else "the program has its result, but not the call"
 
 
 def _by_label(text: str) -> dict[str, list[CallSite]]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, UnsupportedError
-from .result import AutotuningResult, Entry
+from .entry import Entry
+from .result import AutotuningResult
 from .result_text import by_time, counts, failures
 
 _FORMATS = (".png", ".svg", ".pdf")

@@ -9,69 +9,22 @@ import importlib.metadata
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
 from ..config.cache import Key
 from ..config.neighbours import Place, remember_places
-from ..core.snapshot import Reentrant, entered, overlay_digest, with_overlay
+from ..core.snapshot import Reentrant, Snapshot, current, entered, overlay_digest, with_overlay
 from ..errors import CacheFormatError, ConfigError
 from ..utils.files import replace_file
-from .trial import Trial
+from .entry import Entry, conflict
+from .hosts import compare_once
+
+if TYPE_CHECKING:
+    from .result_diff import ResultDiff
 
 F = TypeVar("F", bound=Callable)
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """The config of one call, and how it was found.
-
-    Args:
-        op_id_v: name and version of the kernel.
-        call_key: 16 hex digits of the call.
-        cfg: the config.
-        count: how often the tuned program makes this call.
-        executions: the same times the lengths of the loops around it.
-        shapes: the operands, for people.
-        heuristic: the config without tuning.
-        heuristic_ms: its time, in milliseconds.
-        ms: the time of `cfg`, by the same rounds: `heuristic_ms` less the gain that decided.
-        source: `"tuned"`, the cache that it came from, or `"heuristic"` where every other config failed
-            or did not pay in the whole step.
-        trials: all that was tried.
-        place: where the call lies among those of its kernel, for untuned shapes near it.
-
-    Raises:
-        ConfigError: no config.
-
-    Example:
-        >>> Entry("matmul@v1", "0123456789abcdef", 32, heuristic_ms=3.0, ms=2.0).gain
-        1.5
-    """
-
-    op_id_v: str
-    call_key: str
-    cfg: Any
-    _: dataclasses.KW_ONLY
-    count: int = 1
-    executions: int = 1
-    shapes: str = ""
-    heuristic: Any = None
-    heuristic_ms: float | None = None
-    ms: float | None = None
-    source: str = "tuned"
-    trials: tuple[Trial, ...] = ()
-    place: Place | None = None
-
-    def __post_init__(self):
-        if self.cfg is None:
-            raise ConfigError(f"cfg of {self.op_id_v}:{self.call_key} is None; expected a config")
-
-    @property
-    def gain(self) -> float | None:
-        """How many times as fast as the heuristic."""
-        return self.heuristic_ms / self.ms if self.heuristic_ms and self.ms else None
 
 
 def versions() -> dict[str, str]:
@@ -86,6 +39,9 @@ class AutotuningResult(Reentrant):
     A function that is already jitted retraces once when it is first called inside; leaving, and entering
     a result of equal content, never retraces. The context may be nested, repeated and used in threads.
 
+    Where there are several processes all must enter the same results in the same order: digests are compared when one
+    is first entered (over the same others, if any), and where they differ all raise a `ConfigError`.
+
     Args:
         device: fingerprint of the device that was tuned for.
         entries: configs by call.
@@ -94,6 +50,9 @@ class AutotuningResult(Reentrant):
         step_ms: time of the whole step with heuristics and with these configs, in milliseconds: as the median of the
             ratios, round by round, which decides.
         notes: what else the reader should know.
+
+    Raises:
+        ConfigError: two configs for one call.
 
     Example:
         >>> from ejkernel_ops import device_fingerprint
@@ -111,6 +70,14 @@ class AutotuningResult(Reentrant):
     versions: dict[str, str] = dataclasses.field(default_factory=versions, hash=False)
     step_ms: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if (pair := conflict(self.entries)) is not None:
+            first, second = (self.entries[i] for i in pair)
+            raise ConfigError(
+                f"entries has two configs for {first.op_id_v}:{first.call_key}: {first.cfg} and {second.cfg}; expected "
+                "one: merge results with `a | b` or a.merge(b)"
+            )
 
     def as_overlay(self) -> dict[Key, Any]:
         """The configs by key, as `overlay_cache` takes them."""
@@ -133,7 +100,19 @@ class AutotuningResult(Reentrant):
 
     def _open(self) -> contextlib.AbstractContextManager:
         remember_places(self._placed)
-        return entered(functools.partial(with_overlay, configs=self._overlay, digest=self.digest))
+        change = functools.partial(with_overlay, configs=self._overlay, digest=self.digest)
+        if jax.process_count() > 1:
+            self._compare(current(), change(current()))
+        return entered(change)
+
+    @functools.cached_property
+    def _places_digest(self) -> str:  # neighbours are found by them, so they decide programs too
+        return overlay_digest(self._placed)
+
+    def _compare(self, before: Snapshot, after: Snapshot) -> None:
+        """Refuses a result that is not the other processes', before anything is compiled with it."""
+        digests = f"{after.overlay_digest[:16]} {self._places_digest[:16]} over {before.overlay_digest[:16] or 'none'}"
+        compare_once("entering a result", f"digest {digests}", "load one file in each, or tune with sync=True")
 
     def wrap(self, fn: F) -> F:
         """A function that enters the result around each call: other jitted work is not retraced.
@@ -167,25 +146,45 @@ class AutotuningResult(Reentrant):
         with self:
             return step.lower(*args, **kwargs).compile()
 
+    # Compared
+
     def __or__(self, other: AutotuningResult) -> AutotuningResult:
         """Both results; of calls that are in both, the other's config.
 
         Raises:
             ConfigError: results of two devices.
         """
-        if not isinstance(other, AutotuningResult):
-            return NotImplemented
-        if self.device != other.device:
-            raise ConfigError(f"results are for {self.device!r} and {other.device!r}; only one device's can be merged")
-        merged = {(e.op_id_v, e.call_key): e for e in (*self.entries, *other.entries)}
-        skipped = dict(self.skipped) | dict(other.skipped)
-        return AutotuningResult(
-            self.device,
-            tuple(merged.values()),
-            skipped=tuple(skipped.items()),
-            versions=self.versions | other.versions,
-            notes=tuple(dict.fromkeys((*self.notes, *other.notes))),
-        )
+        return self.merge(other, prefer="other") if isinstance(other, AutotuningResult) else NotImplemented
+
+    def merge(self, other: AutotuningResult, *, prefer: str | None = None) -> AutotuningResult:
+        """Both results as one, for which the whole step has not been timed.
+
+        Args:
+            other: a result for the same device.
+            prefer: whose config is taken where they have two for one call: `"self"` or `"other"`; `None` refuses.
+
+        Returns:
+            A result with every call of both.
+
+        Raises:
+            ConfigError: results of two devices, two configs for one call, or another `prefer`.
+        """
+        from .result_diff import merge
+
+        return merge(self, other, prefer)
+
+    def diff(self, other: AutotuningResult) -> ResultDiff:
+        """What another result has that this one has not, and the reverse: calls, and their configs.
+
+        Args:
+            other: a result, for the same device or another.
+
+        Returns:
+            A `ResultDiff`, which is false where both have the same configs for the same calls.
+        """
+        from .result_diff import diff
+
+        return diff(self, other)
 
     # Kept
 
@@ -200,23 +199,28 @@ class AutotuningResult(Reentrant):
         return dumps(self)
 
     @classmethod
-    def loads(cls, text: str | bytes, *, allow_other_device: bool = False) -> AutotuningResult:
+    def loads(
+        cls, text: str | bytes, *, allow_other_device: bool = False, allow_unknown_ops: bool = False
+    ) -> AutotuningResult:
         """Reads JSON text; runs no code of it and imports nothing.
+
+        Errors name the line. A config that the file has for a call is also checked when the call is traced.
 
         Args:
             text: what `dumps` returned.
             allow_other_device: use configs that were tuned for another device here.
+            allow_unknown_ops: leave out ops that are not known in this process, and name them in `skipped`.
 
         Returns:
             The result.
 
         Raises:
-            CacheFormatError: not a result, damaged, or of another device.
+            CacheFormatError: not a result, damaged, of another device, with an illegal config or with two for one call.
             ConfigError: an op that is not known in this process.
         """
         from .result_json import loads
 
-        return loads(cls, text, allow_other_device)
+        return loads(cls, text, allow_other_device, allow_unknown_ops)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the result to a file, which is replaced as a whole.
@@ -228,12 +232,16 @@ class AutotuningResult(Reentrant):
         replace_file(path, self.dumps())
 
     @classmethod
-    def load(cls, path: str | os.PathLike, *, allow_other_device: bool = False) -> AutotuningResult:
+    def load(
+        cls, path: str | os.PathLike, *, allow_other_device: bool = False, allow_unknown_ops: bool = False
+    ) -> AutotuningResult:
         """Reads a file that `save` wrote; see `loads`."""
         try:
-            return cls.loads(Path(path).read_bytes(), allow_other_device=allow_other_device)
-        except CacheFormatError as error:
-            raise CacheFormatError(f"{path}: {error}") from None
+            return cls.loads(
+                Path(path).read_bytes(), allow_other_device=allow_other_device, allow_unknown_ops=allow_unknown_ops
+            )
+        except (CacheFormatError, ConfigError) as error:
+            raise type(error)(f"{path}: {error}") from None
 
     # Seen
 

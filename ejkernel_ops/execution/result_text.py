@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from ..config.schema import leaf_fields
-from .result import AutotuningResult, Entry
+from .entry import Entry
+from .result import AutotuningResult
 from .trial import Trial
 
 COLUMNS = ("op", "operands", "calls", "back end", "config", "heuristic ms", "chosen ms", "gain", "source")
@@ -19,8 +21,9 @@ def to_text(result: AutotuningResult) -> str:
     """The table and the lines below it, plain."""
     from ..utils.text_table import text_table  # rich, which only printing needs
 
-    table = text_table(COLUMNS, _rows(result), title=f"tuned for {result.device}", right=_RIGHT)
-    return "\n".join([table, *_footer(result)])
+    rows = [[*map(printable, row)] for row in _rows(result)]
+    table = text_table(COLUMNS, rows, title=printable(f"tuned for {result.device}"), right=_RIGHT)
+    return "\n".join([table, *map(printable, _footer(result))])
 
 
 def to_markdown(result: AutotuningResult) -> str:
@@ -31,6 +34,17 @@ def to_markdown(result: AutotuningResult) -> str:
         lines += [_markdown_row(map(_escaped, row)) for row in _rows(result)]
         lines.append("")
     return "\n".join([*lines, *(f"- {_escaped(line)}" for line in _footer(result))])
+
+
+def printable(text: str) -> str:
+    """Text without what a terminal obeys, such as colours: a file of another's may hold any."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def config_text(cfg: Any, without: str = "") -> str:
+    """What a config sets, by the last part of each name."""
+    fields = [(name.split(".")[-1], value) for name, value in leaf_fields(cfg) if value is not None and name != without]
+    return " ".join(f"{name}={value}" if name else str(value) for name, value in fields)
 
 
 def failures(trials: Iterable[Trial]) -> Counter[str]:
@@ -72,16 +86,11 @@ def _rows(result: AutotuningResult) -> Iterator[list[str]]:
 
 def _cells(e: Entry) -> list[str]:
     """An entry as a row of text."""
-    fields = [
-        f"{name.split('.')[-1]}={value}"
-        for name, value in leaf_fields(e.cfg)
-        if value is not None and name != "backend"
-    ]
     calls = str(e.count) if e.executions == e.count else f"{e.count} (x{e.executions // max(e.count, 1)})"
     kept = "" if e.heuristic is None or e.cfg != e.heuristic or e.source == "heuristic" else " (heuristic)"
     times = [_number(e.heuristic_ms), _number(e.ms), f"{e.gain:.2f}x" if e.gain else "-"]
     back_end = getattr(e.cfg, "backend", None) or "-"
-    return [e.op_id_v, e.shapes, calls, back_end, " ".join(fields), *times, e.source + kept]
+    return [e.op_id_v, e.shapes, calls, back_end, config_text(e.cfg, without="backend"), *times, e.source + kept]
 
 
 def _number(ms: float | None) -> str:
@@ -112,4 +121,4 @@ def _markdown_row(cells: Iterable[str]) -> str:
 
 def _escaped(text: str) -> str:
     """Text in one line that Markdown shows as it is."""
-    return re.sub(r"([\\|`*<])", r"\\\1", " ".join(text.split()))
+    return re.sub(r"([\\|`*<])", r"\\\1", " ".join(printable(text).split()))

@@ -1,0 +1,45 @@
+"""`python -m ejkernel_ops tune`: saved calls in, tuned configs out, without the model that made the calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..config.persistent import PersistentCache
+from ..config.selection import ConfigSelectorChain
+from ..execution.offline import autotune_recorded
+from ..execution.tuning import Autotuner
+from ..registry import clear_invocations, get_invocations, load_invocations
+from ..utils.fingerprint import device_fingerprint
+from .errors import Modules, fail, import_modules, one_line_errors, require_folder
+
+
+def tune(
+    file: Annotated[Path, typer.Argument(help="A file that `save_invocations` wrote.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file of the result.")],
+    here: Annotated[bool, typer.Option("--here", help="Tune calls that were saved on another device model.")] = False,
+    budget_s: Annotated[float, typer.Option(min=0.1, help="Seconds for each call.")] = 60.0,
+    isolate: Annotated[bool, typer.Option("--isolate", help="Try candidates in a child process.")] = False,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Take what the disk cache has, and add what is tuned.")
+    ] = True,
+    modules: Modules = None,
+) -> None:
+    """Tunes the calls of a file on this device, and writes the result."""
+    with one_line_errors():
+        require_folder(out)
+        import_modules(modules)
+        clear_invocations()
+        device = device_fingerprint()
+        load_invocations(file, device=device if here else None)
+        if not get_invocations():
+            fail(f"{file} has no call of this device, {device}; pass --here to tune calls of another one on it")
+        tuner = Autotuner(budget_s=budget_s, isolate=isolate)
+        result = autotune_recorded(ConfigSelectorChain(persistent=PersistentCache() if cache else None, tuner=tuner))
+        result.save(out)
+    typer.echo(str(result))
+    if not result.entries:
+        fail(f"{out}: no call could be tuned; the lines above say why")
+    typer.echo(f"written to {out}")
