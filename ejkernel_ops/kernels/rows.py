@@ -149,16 +149,13 @@ def by_rows(fn: Callable[..., Any], arrays: Sequence[Any], size: int) -> Any:
     return jax.tree.map(lambda a: a.reshape(*like.shape[:-1], a.shape[-1]), outs)
 
 
-def over_rows(
-    fn: Callable[..., tuple[Any, Any]], arrays: Sequence[Any], size: int, *, most_unrolled: int = 1
-) -> tuple[Any, Any]:
+def over_rows(fn: Callable[..., tuple[Any, Any]], arrays: Sequence[Any], size: int) -> tuple[Any, Any]:
     """Applies a function to chunks of rows: its first results joined, its second ones summed over the chunks.
 
     Args:
         fn: from a chunk of each array to two trees of arrays; those of the first have the rows of the chunk.
         arrays: arrays with the same rows first, or `None`.
         size: rows of a chunk; the last one has what is left.
-        most_unrolled: the number of chunks up to which they are no loop, but one after the other.
 
     Returns:
         The two trees.
@@ -169,19 +166,14 @@ def over_rows(
     whole = rows // size * size
     chunks = [None if a is None else a[:whole].reshape(rows // size, size, *a.shape[1:]) for a in arrays]
 
-    unrolled = whole // size <= most_unrolled
-
     def step(total, chunk):
-        first, *others = chunk
-        if unrolled:  # else XLA may begin with all of them, and hold what each of them holds
-            first = held_back(first, total)
-        joined, part = fn(first, *others)
+        joined, part = fn(*chunk)
         return jax.tree.map(jnp.add, total, part), joined
 
     start = jax.eval_shape(lambda *c: fn(*c)[1], *[None if c is None else c[0] for c in chunks])
     given = [a for a in arrays if a is not None]
     zeros = jax.tree.map(lambda t: equally_varying([jnp.zeros(t.shape, t.dtype)], *given)[0], start)
-    total, joined = jax.lax.scan(step, zeros, chunks, unroll=unrolled)
+    total, joined = jax.lax.scan(step, zeros, chunks)
     joined = jax.tree.map(lambda a: a.reshape(whole, *a.shape[2:]), joined)
     if whole < rows:
         tail = fn(*[None if a is None else a[whole:] for a in arrays])

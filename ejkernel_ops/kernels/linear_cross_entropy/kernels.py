@@ -23,7 +23,6 @@ from . import triton_launch
 from .loss import IGNORED, Loss, Sums, counted
 
 _HELD = {"cpu": 1 << 25, "gpu": 1 << 29, "tpu": 1 << 28}  # bytes of logits that are held at once
-_MOST_UNROLLED = 16  # chunks of rows on Triton
 _FEWEST = 512  # columns of a chunk
 # A chunk of fewer reads and writes more of the weight's gradient than it multiplies.
 _FEWEST_ROWS = {"cpu": 1, "gpu": 2048, "tpu": 1024}
@@ -204,9 +203,7 @@ def with_gradients_triton(
         db = grad.sum(0, dtype=jnp.float32) if need_b and bias is not None else None
         return (sums, loss.losses(labels, sums, vocab), dh), (dw, db)
 
-    # In a loop XLA asks the GPU where each chunk begins, and the GPU waits meanwhile.
-    rows = [hidden, labels, scale]
-    (sums, losses, dh), (dw, db) = over_rows(chunk, rows, params.blocksize_m, most_unrolled=_MOST_UNROLLED)
+    (sums, losses, dh), (dw, db) = over_rows(chunk, [hidden, labels, scale], params.blocksize_m)
     return (sums, losses), (dh, dw, db)
 
 
