@@ -59,7 +59,8 @@ def combine(inv: Any, tiers: Iterable[tuple[str, Any]]) -> Choice:
     if cfg is None or not filled:
         missing = "no config" if cfg is None else f"{cfg} leaves fields open"
         raise ConfigError(f"{missing} for {inv!r}: {'; '.join(notes) or 'no tier has one'}. Pass a config to the call")
-    _refuse_unread(inv, cfg)
+    if (reason := unread(kernel, cfg)) is not None:
+        raise ConfigError(reason)
     if sources.get("backend", "call") != "call":  # it was a choice, and these were not among what it was made of
         notes += [text for text in kernel.missed(inv) if text not in notes]
     if "call" in sources.values() and kernel.has_rule and (reason := kernel.illegal(inv, cfg)) is not None:
@@ -106,15 +107,16 @@ def _is_read(kernel: Any, cfg: Any, name: str) -> bool:
     return name == "backend" or fields is None or backend is None or name in fields.get(backend, ())
 
 
-def _refuse_unread(inv: Any, cfg: Any) -> None:
-    kernel = inv.kernel
+def unread(kernel: Any, cfg: Any) -> str | None:
+    """What a config sets that its back end does not have; `None` where there is no such field."""
     for name, value in leaf_fields(cfg):
         if value is not None and not _is_read(kernel, cfg, name):
             takes = ", ".join(kernel.fields.get(cfg.backend, ())) or "none"
-            raise ConfigError(
+            return (
                 f"config of {kernel.op_id} sets {name}={value!r}, which the {cfg.backend} back end does not have; "
                 f"it takes {takes}"
             )
+    return None
 
 
 def describe(choice: Choice) -> str:
