@@ -30,7 +30,7 @@ def test_import_touches_no_file_no_environment_no_device_and_no_framework():
         " (e == 'open' and isinstance(a[1], str) and set(a[1]) & set('wax+')) else None)\n"
         "import ejkernel_ops, ejlayers\n"
         "assert dict(os.environ) == before and not writes, writes\n"
-        "assert not {'flax', 'equinox', 'triton', 'jax_triton', 'matplotlib'} & set(sys.modules)\n"
+        "assert not {'flax', 'equinox', 'triton', 'jax_triton', 'matplotlib', 'typer'} & set(sys.modules)\n"
         "from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
     )
     done = python("-B", "-c", code, HOME="/proc/none", XDG_CACHE_HOME="/proc/none")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from ..core.kernel import KERNELS
 from ..errors import CacheFormatError
 from ..utils.values import imported_dataclass, value_of
 from .cache import Key
-from .schema import parse_json
+from .schema import from_plain, parse_json
 
 SCHEMA = 3
+_FORMAT = "ejkernel_ops.cache"
 _MAX_BYTES = 1 << 20
 FILE_NAME = re.compile(r"[0-9a-f]{64}\.json")
 _PLAIN = {f"builtins:{kind.__name__}": kind for kind in (bool, int, float, str, list, tuple, dict)}
@@ -49,13 +51,9 @@ class CacheEntry:
         return file_name(self.key)
 
     @property
-    def call(self) -> Key | None:
-        """The key, if it is that of a call."""
-        try:
-            key = value_of(self.key)
-        except CacheFormatError:  # of a type that is not imported here
-            return None
-        return key if isinstance(key, Key) else None
+    def value(self) -> Any:
+        """The key; raises `CacheFormatError` where it is of a type that is not imported here."""
+        return value_of(self.key)
 
     def to_plain(self) -> dict[str, Any]:
         """JSON data with schema and checksum."""
@@ -121,6 +119,32 @@ def read_entry(file: Path) -> CacheEntry:
     return entry
 
 
+def dump_entries(entries: Iterable[CacheEntry]) -> str:
+    """Entries as one text."""
+    body = {"format": _FORMAT, "schema": SCHEMA, "entries": [entry.to_plain() for entry in entries]}
+    return json.dumps(body, sort_keys=True, indent=1)
+
+
+def load_entries(text: str | bytes) -> list[CacheEntry]:
+    """The entries of such a text; configs of kernels that are known here are checked, too.
+
+    Raises:
+        CacheFormatError: no such text, or an entry that is damaged or illegal: then which.
+    """
+    body = parse_json(text)
+    if not isinstance(body, dict) or body.get("format") != _FORMAT or not isinstance(body.get("entries"), list):
+        raise CacheFormatError("not exported entries: the field 'format' or 'entries' is missing or another")
+    found = []
+    for number, plain in enumerate(body["entries"], 1):
+        try:
+            found.append(entry := CacheEntry.from_plain(plain))
+            if (kind := _kernel_type(value_of(entry.key))) is not None:
+                from_plain(entry.config, kind)
+        except CacheFormatError as error:
+            raise CacheFormatError(f"entry {number} of {len(body['entries'])}: {error}") from None
+    return found
+
+
 def _open(file: str, flags: int) -> int:
     """Opens neither through a link nor waiting for a pipe."""
     return os.open(file, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -132,16 +156,18 @@ def config_type(key: Any, stored: str, default: type | None) -> type:
     Raises:
         CacheFormatError: there is none.
     """
-    kernel = KERNELS.get(key.op_id_v) if isinstance(key, Key) else None
-    found = kernel.config_cls if kernel is not None and kernel.config_cls is not None else default
-    if found is None:
-        found = type_named(stored)
+    found = _kernel_type(key) or default or type_named(stored)
     if found is None:
         raise CacheFormatError(
             f"the type {stored!r} is no plain one, nor a frozen dataclass of a module that is imported here: "
             "import it, or pass cfg_type="
         )
     return found
+
+
+def _kernel_type(key: Any) -> type | None:
+    """The type that a kernel of this process declares for its configs."""
+    return getattr(KERNELS.get(key.op_id_v), "config_cls", None) if isinstance(key, Key) else None
 
 
 def type_named(stored: str) -> type | None:

@@ -13,7 +13,7 @@ from typing import Any
 from ..environment import cache_dir, without_tilde
 from ..errors import CacheFormatError, ConfigError
 from ..utils.files import leftovers, replace_file
-from ..utils.values import stable_json, value_of
+from ..utils.values import stable_json
 from ..utils.versions import tuned_with
 from .cache import count_write, split_key, split_put
 from .entry import FILE_NAME, CacheEntry, OtherSchemaError, config_type, file_name, read_entry
@@ -163,7 +163,7 @@ class PersistentCache:
         found = []
         for entry in self.entries():
             try:
-                found.append(value_of(entry.key))
+                found.append(entry.value)
             except CacheFormatError:
                 continue
         return found

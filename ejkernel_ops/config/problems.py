@@ -37,10 +37,6 @@ class Problems:
                 stacklevel=4,
             )
 
-    def failures(self, action: str) -> int:
-        """How often an action failed."""
-        return sum(times for name, times in self.stats.items() if name.startswith(f"{action} failed: "))
-
 
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):

@@ -1,0 +1,52 @@
+"""How a command is run, and how what goes wrong is told: one line on standard error, and an exit status."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from ..errors import EjkernelError
+
+PROGRAM = "python -m ejkernel_ops"
+
+
+def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that the arguments name.
+
+    Args:
+        app: all commands. One returns its exit status, or `None` for 0.
+        arguments: default those of the process.
+
+    Returns:
+        The exit status: 1 where the command failed.
+
+    Raises:
+        SystemExit: with status 2, where no such command can be run.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)  # this package's own: told, whatever Python was started with
+        warnings.showwarning = _show_warning
+        try:
+            return app(arguments, prog_name=PROGRAM, standalone_mode=False) or 0
+        except typer.TyperException as error:
+            _say(f"{error.format_message()} ({PROGRAM} --help tells more)")
+            sys.exit(error.exit_code)
+        except typer.Abort:
+            _say("nothing was done")
+        except OSError as error:
+            _say(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        except EjkernelError as error:
+            _say(str(error))
+    return 1
+
+
+def _show_warning(message: Warning | str, *where: Any) -> None:
+    _say(f"warning: {message}")
+
+
+def _say(text: str) -> None:
+    print(" ".join(text.split()), file=sys.stderr)
