@@ -58,6 +58,6 @@ def pytest_collection_modifyitems(config, items):
 
 # Shared by tests; none themselves.
 collect_ignore = [
-    "attention_cases.py", "compiled.py", "fakes.py", "fuzzed.py", "nnx_models.py", "reference.py", "ops.py", "told.py", 
-    "triton_kernels.py", "triton_scale.py", "wild.py",
+    "attention_cases.py", "cache_processes.py", "compiled.py", "fakes.py", "fuzzed.py", "loaded_results.py",
+    "nnx_models.py", "ops.py", "reference.py", "told.py", "triton_kernels.py", "triton_scale.py", "wild.py",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -128,16 +129,25 @@ def _known(data: Any, config_type: Any, where: str) -> Any:
     version, name = data.pop("@version", 1), getattr(config_type, "__name__", str(config_type))
     if version != _version(config_type):
         raise CacheFormatError(f"{where} is of version {version!r} of {name}; this is version {_version(config_type)}")
-    known = {f.name: f.type for f in msgspec.inspect.type_info(config_type).fields}  # type: ignore[attr-defined]
+    known = _field_types(config_type)
     for name, value in data.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise CacheFormatError(f"{where} has an unknown field {name!r}; {hint}")
-        for option in getattr(known[name], "types", (known[name],)):
-            if (cls := getattr(option, "cls", None)) is not None:
-                data[name] = _known(value, cls, f"{where}.{name}")
+        for cls in known[name]:
+            data[name] = _known(value, cls, f"{where}.{name}")
     return data
+
+
+@functools.lru_cache(maxsize=256)
+def _field_types(config_type: type) -> dict[str, tuple[type, ...]]:
+    """The classes that each field of a dataclass may hold: looked up once, for it evaluates annotations."""
+    options = {
+        f.name: getattr(f.type, "types", (f.type,))
+        for f in msgspec.inspect.type_info(config_type).fields  # type: ignore[attr-defined]
+    }
+    return {name: tuple(x.cls for x in types if hasattr(x, "cls")) for name, types in options.items()}
 
 
 def _plain(config: Any) -> Any:
