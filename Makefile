@@ -33,7 +33,7 @@ test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q $(ARGS)
 
 fuzz: install
-	$(BIN)/python -m pytest -n 2 -q -m fuzz tests/test_fuzz_*.py $(ARGS)
+	$(BIN)/python -m pytest -n 2 -q -m fuzz tests/test_fuzz_*.py tests/test_labels.py $(ARGS)
 
 kernels: install
 	$(BIN)/python -m pytest -n 2 -q -m kernels tests/test_compiled.py tests/test_ops_compiled.py $(ARGS)
