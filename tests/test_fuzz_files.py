@@ -1,9 +1,12 @@
-"""Cache files that are damaged or forged: a miss, never an exception, never another config than one that is legal."""
+"""Cache files that are damaged or forged are a miss, never an exception or an illegal config; many cost nothing."""
 
 import dataclasses
 import json
+import os
+import time
 import warnings
 
+import numpy as np
 import pytest
 
 from ejkernel_ops import CacheFormatError, FwdParams, Key, LinearConfig, PersistentCache
@@ -87,3 +90,23 @@ def test_a_damaged_export_is_refused_as_a_whole(count, stored):
         except CacheFormatError:
             refused += 1
     assert refused > 0.95 * count
+
+
+@counts(1000, 10_000)
+def test_entries_however_many_are_found_without_listing_them_and_swept_in_seconds(count, tmp_path, monkeypatch):
+    cache = PersistentCache(tmp_path, cfg_type=int)
+    for number in range(count):
+        cache.put(number, number)
+    with monkeypatch.context() as patch:
+        for name in ("listdir", "scandir"):
+            patch.setattr(os, name, lambda *_: 1 / 0)
+        times = []
+        for number in range(0, count, 10):
+            start = time.perf_counter()
+            assert cache.get(number) == number
+            times.append(time.perf_counter() - start)
+    assert np.median(times) < 1e-3
+    start = time.process_time()
+    assert cache.sweep() == 0
+    assert time.process_time() - start < 5
+    assert cache.clear() == count
