@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 README_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
@@ -47,10 +49,16 @@ def test_own_kernel_example_tunes_both_directions(monkeypatch):
 
 
 def test_docs_code_runs(tmp_path):
-    for page in ("own_kernel.md", "forms.md", "ops.md"):
+    for page in ("own_kernel.md", "forms.md", "ops.md", "caches.md"):
         code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL))
         done = python("-c", code, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_tests_that_the_docs_name_exist(page):
+    for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", page.read_text()):
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), f"{page.name} names {file}::{name}"
 
 
 def test_no_kernel_tunes_itself_when_it_is_launched():
