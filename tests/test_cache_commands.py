@@ -132,7 +132,7 @@ def test_import_leaves_what_is_here_unless_told(folder, capsys, tmp_path):
     PersistentCache().put(LINEAR, mine)
     _, out, _ = told(capsys, "import", file)
     assert "0 entries of 1" in out
-    assert "1 entry stayed as here, with another config; --replace takes those of the file" in out
+    assert "1 entry stayed as here, where the file has another config; --replace takes the file's" in out
     assert PersistentCache().get(LINEAR) == mine
     assert "1 entry of 1" in told(capsys, "import", file, "--replace")[1]
     assert PersistentCache().get(LINEAR) == CONFIG

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 
 from ejkernel_ops import (
+    Autotuner,
     ConfigSelectorChain,
     FwdParams,
     Key,
     LinearConfig,
     PersistentCache,
+    autotune_lowered,
     device_fingerprint,
     find_labels_in_lowered,
     linear,
@@ -131,6 +133,25 @@ def test_a_model_gives_the_same_numbers_while_its_disk_fails(place, name, tmp_pa
         np.testing.assert_array_equal(linear(X, W), X @ W)
     assert len(caught) == (name != "ENOENT")
     assert not cache.stats["hit"]
+
+
+@pytest.mark.parametrize("place", ["open", "read"])
+def test_what_cannot_be_read_today_is_not_swept(place, cache, monkeypatch):
+    with monkeypatch.context() as patch:
+        fails(patch, place, OSError(errno.ESTALE, "a fault"))
+        with pytest.warns(UserWarning, match="could not read"):
+            assert cache.sweep() == 0
+    assert cache.get("key") == 32
+
+
+def test_what_is_tuned_is_used_from_memory_where_no_folder_can_be_made():
+    chain = ConfigSelectorChain(tuner=Autotuner(num_iters=1), persistent=PersistentCache("/proc/none/configs"))
+    lowered = jax.jit(lambda x, w: linear(x, w)).lower(X, W)
+    with pytest.warns(UserWarning, match="could not write") as caught:
+        [entry] = autotune_lowered(chain, lowered).entries
+    assert len(caught) == 1
+    [again] = autotune_lowered(chain, lowered).entries
+    assert (again.cfg, again.source) == (entry.cfg, "memory")
 
 
 # Folders

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextvars
+import sys
 import threading
 
 import pytest
@@ -37,6 +38,15 @@ def together(work, count):
 
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         return list(pool.map(begin, range(count)))
+
+
+@pytest.fixture
+def eager_switches():
+    """Threads take turns at almost every step, so that one which is not safe shows."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 def test_32_threads_with_a_result_each_get_3200_right_answers_and_the_default_after():
@@ -128,7 +138,7 @@ def test_a_generator_that_yields_inside_the_with_is_told_and_leaves_nothing_behi
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_16_threads_lose_no_entry_and_no_count(kind, tmp_path):
+def test_16_threads_lose_no_entry_and_no_count(kind, tmp_path, eager_switches):
     cache = ConfigCache() if kind == "memory" else PersistentCache(tmp_path, cfg_type=int)
     each = 1000 if kind == "memory" else 50
 
@@ -145,7 +155,7 @@ def test_16_threads_lose_no_entry_and_no_count(kind, tmp_path):
         assert cache.stats == {"written": 800, "hit": 800}
 
 
-def test_a_broken_disk_is_told_once_by_all_threads(tmp_path):
+def test_a_broken_disk_is_told_once_by_all_threads(tmp_path, eager_switches):
     cache = PersistentCache(tmp_path / "file" / "cache", cfg_type=int)
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="config cache: could not read") as caught:

@@ -113,7 +113,7 @@ def import_entries(
     stored = sum(map(cache.put_entry, news))
     print(f"{_entries(stored)} of {len(entries)} imported into {cache.path}")
     if kept := sum(here.get(entry.file_name, entry.config) != entry.config for entry in entries) * (not replace):
-        print(f"{_entries(kept)} stayed as here, with another config; --replace takes those of the file")
+        print(f"{_entries(kept)} stayed as here, where the file has another config; --replace takes the file's")
     return _status(cache)
 
 
