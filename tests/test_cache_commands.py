@@ -58,6 +58,13 @@ def test_list_shows_device_op_call_and_config(folder, capsys):
     assert out.endswith(f"5 entries in {folder}\n")
 
 
+def test_a_name_that_was_forged_does_nothing_to_a_terminal(folder, capsys):
+    PersistentCache().put(Key("gpu|\x1b]0;title\x07\x1b[2J", "op\n@v1", DIGITS), 3)
+    out = told(capsys, "list")[1]
+    assert out.replace("\n", "").isprintable()
+    assert "gpu|?]0;title??[2J" in out
+
+
 @pytest.mark.parametrize(("options", "found"), [
     ((), 5), (("--device", "H100"), 1), (("--op", "linear"), 3), (("--op", "linear@v1", "--device", "cpu"), 2),
     (("--op", "lin"), 0), (("--op", "linear@v2"), 0),
@@ -180,6 +187,7 @@ def test_import_refuses_a_config_that_is_illegal_today(folder, capsys, tmp_path)
     (("show", "3"), 1, "no entry of the call '3' is in"),
     (("export", "{folder}/none/file.json"), 1, "the folder {folder}/none does not exist"),
     (("export", "{folder}/file.json", "--op", "none"), 1, "nothing to export"),
+    (("export", "{folder}"), 1, "{folder}: Is a directory"),
     (("import", "{folder}/none.json"), 1, "{folder}/none.json: No such file or directory"),
     (("lst",), 2, "No such command 'lst'"), (("show",), 2, "Missing argument"), (("list", "--opp", "x"), 2, "--opp"),
     (("sweep", "--days", "-1"), 2, "--days"), (("sweep", "--days", "x"), 2, "--days"), ((), 2, "Missing command"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel_ops import CacheFormatError, FwdParams, Key, LinearConfig, PersistentCache
+from ejkernel_ops.commands.cache import described
 from ejkernel_ops.config.entry import CacheEntry, dump_entries, load_entries, read_entry
 
 from .fuzzed import ODD, altered, counts, damaged
@@ -90,6 +91,24 @@ def test_a_damaged_export_is_refused_as_a_whole(count, stored):
         except CacheFormatError:
             refused += 1
     assert refused > 0.95 * count
+
+
+@counts(1000, 10_000)
+def test_a_forged_export_is_refused_or_can_be_listed_and_stored(count, stored, tmp_path):
+    _, file = stored
+    entry, taken = read_entry(file), 0
+    other = PersistentCache(tmp_path / "other")
+    for fields in altered(dataclasses.asdict(entry), count):
+        try:
+            [forged] = load_entries(dump_entries([CacheEntry(**fields)]))
+        except (TypeError, CacheFormatError):  # it has no such field; or it is refused
+            continue
+        assert described(forged)["config"] == forged.config
+        assert other.put_entry(forged)
+        taken += 1
+    assert 0.1 * count < taken < 0.9 * count
+    assert len(list(other.entries())) >= len(other.keys()) > 1
+    assert all(path.parent == other.path for path in tmp_path.rglob("*") if path not in (file, other.path))
 
 
 @counts(1000, 10_000)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config.cache import Key
+from ..config.cache import Key, is_key
 from ..config.entry import CacheEntry, dump_entries, load_entries
 from ..config.neighbours import HintsKey
 from ..config.persistent import PersistentCache
@@ -36,7 +36,7 @@ def list_entries(
     if as_json:
         print(json.dumps(found, indent=1))
     else:
-        rows = [(row["device"], row["op"], row["call"], _shown(row)) for row in found]
+        rows = [tuple(map(_printable, (row["device"], row["op"], row["call"], _shown(row)))) for row in found]
         if rows:
             print(text_table(("device", "op", "call", "config"), sorted(rows)))
         print(f"{_entries(len(found))} in {cache.path}")
@@ -123,7 +123,7 @@ def described(entry: CacheEntry) -> dict[str, Any]:
         key = entry.value
     except CacheFormatError:  # of a user's module
         key = None
-    device, op, call = key if isinstance(key, (Key, HintsKey)) else ("-", "-", "-")
+    device, op, call = key if isinstance(key, (Key, HintsKey)) and is_key(key) else ("-", "-", "-")
     return {
         "device": device, "op": op, "call": call, "config": entry.config, "type": entry.type,
         "versions": entry.versions, "hints": isinstance(key, HintsKey), "key": entry.key, "file": entry.file_name,
@@ -143,6 +143,11 @@ def _shown(row: dict[str, Any]) -> str:
         return "hints for shapes nearby"
     text = json.dumps(row["config"], separators=(",", ":"))
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _printable(text: str) -> str:
+    """Text that can do nothing to a terminal, whoever wrote the entry."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _entries(count: int) -> str:

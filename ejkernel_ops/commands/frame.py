@@ -38,7 +38,8 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
         except typer.Abort:
             _say("nothing was done")
         except OSError as error:
-            _say(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+            where = error.filename2 or error.filename
+            _say(f"{where}: {error.strerror}" if where else str(error))
         except EjkernelError as error:
             _say(str(error))
     return 1

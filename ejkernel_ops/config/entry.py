@@ -14,7 +14,7 @@ from typing import Any
 from ..core.kernel import KERNELS
 from ..errors import CacheFormatError
 from ..utils.values import imported_dataclass, value_of
-from .cache import Key
+from .cache import Key, is_key
 from .schema import from_plain, parse_json
 
 SCHEMA = 3
@@ -167,7 +167,8 @@ def config_type(key: Any, stored: str, default: type | None) -> type:
 
 def _kernel_type(key: Any) -> type | None:
     """The type that a kernel of this process declares for its configs."""
-    return getattr(KERNELS.get(key.op_id_v), "config_cls", None) if isinstance(key, Key) else None
+    known = isinstance(key, Key) and is_key(key)  # one that was forged may hold anything
+    return getattr(KERNELS.get(key.op_id_v), "config_cls", None) if known else None
 
 
 def type_named(stored: str) -> type | None:
