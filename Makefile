@@ -11,11 +11,11 @@ endif
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 ARGS ?=
 
-.PHONY: help install train test kernels lint types bench clean
+.PHONY: help install train test fuzz kernels lint types bench clean
 
 help:
 	@echo 'make train   swap, tune and train a byte-level GPT on real text (ARGS="--size small --compare" ...)'
-	@echo 'make test    run the tests;  make kernels: compile every candidate of the GPU kernels'
+	@echo 'make test    run the tests;  make kernels: compile every candidate of the GPU kernels;  make fuzz: damage files'
 	@echo 'make lint    ruff;  make types: pyright;  make bench: the CPU benchmarks'
 
 install: $(VENV)/installed
@@ -31,6 +31,9 @@ train: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q $(ARGS)
+
+fuzz: install
+	$(BIN)/python -m pytest -n 2 -q -m fuzz tests/test_fuzz_*.py tests/test_labels.py $(ARGS)
 
 kernels: install
 	$(BIN)/python -m pytest -n 2 -q -m kernels tests/test_compiled.py tests/test_ops_compiled.py $(ARGS)

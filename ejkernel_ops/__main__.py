@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from . import doctor
+import typer
 
-_COMMANDS = (doctor,)  # each has an `add_command`, which adds a parser; its `run(options)` gives the exit status
+from .commands import cache, result
+from .commands.doctor import doctor
+from .commands.frame import run
+from .commands.tune import tune
+
+app = typer.Typer(help="Tunable, labelled kernels for JAX.", add_completion=False, rich_markup_mode=None)
+app.add_typer(cache.app, name="cache")
+app.command()(doctor)
+app.add_typer(result.app, name="result")
+app.command()(tune)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
-    parser = argparse.ArgumentParser("python -m ejkernel_ops", description="Tunable, labelled kernels for JAX.")
-    commands = parser.add_subparsers(metavar="command", required=True)
-    for module in _COMMANDS:
-        module.add_command(commands)
-    options = parser.parse_args(arguments)
-    return options.run(options)
+    return run(app, arguments)
 
 
 if __name__ == "__main__":

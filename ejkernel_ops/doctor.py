@@ -5,7 +5,6 @@ What touches a device does so in child processes, one for each back end: a drive
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -195,7 +194,7 @@ def _ask(backend: str) -> tuple[list[dict[str, Any]], str]:
     return answers, ": ".join([end, *others[-1:]])
 
 
-def _probe(backend: str) -> int:
+def probe(backend: str) -> int:
     """The child's side: answers one at a time, so that those before a crash are not lost."""
     try:
         calls = _calls()
@@ -311,26 +310,3 @@ def _relative_error(outs: Sequence[Any], exact: Sequence[np.ndarray]) -> float |
             for out, x in zip(outs, exact)
         ]
     return float(max(errors)) if np.isfinite(errors).all() else None
-
-
-# What it means
-
-
-# The command
-
-
-def add_command(commands: Any) -> None:
-    """Adds `doctor` to the commands of `python -m ejkernel_ops`."""
-    text = "What is installed, which back ends run here, and what to do about those that do not."
-    parser = commands.add_parser("doctor", help=text, description=f"{text} Exit status 1 if one that should does not.")
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
-    parser.add_argument("--probe", metavar="BACKEND", help=argparse.SUPPRESS)  # what its own children are asked
-    parser.set_defaults(run=_command)
-
-
-def _command(options: argparse.Namespace) -> int:
-    if options.probe:
-        return _probe(options.probe)
-    report = examine()
-    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
-    return 0 if report.ok else 1

@@ -28,14 +28,34 @@ def cache_dir() -> Path:
 
     Raises:
         ConfigError: a relative path, which would be another folder in each process.
+        FileNotFoundError: the user has no home folder.
     """
     given = _read(CACHE_DIR)
     if not given:
-        return Path(platformdirs.user_cache_dir("ejkernel_ops")) / "configs"
-    path = Path(given).expanduser()
+        with _at_home():
+            return Path(platformdirs.user_cache_dir("ejkernel_ops")) / "configs"
+    path = without_tilde(given)
     if not path.is_absolute():
         raise ConfigError(f"{CACHE_DIR} is {given!r}; expected an absolute path, or one that starts with ~")
     return path
+
+
+def without_tilde(path: str | os.PathLike) -> Path:
+    """A path, with the home folder in place of `~`.
+
+    Raises:
+        FileNotFoundError: the user has no home folder.
+    """
+    with _at_home():
+        return Path(path).expanduser()
+
+
+@contextlib.contextmanager
+def _at_home() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # as in a container whose user is a number without a name
+        raise FileNotFoundError(f"no home folder is known ({error}): set {CACHE_DIR} to an absolute path") from None
 
 
 def recording() -> bool:

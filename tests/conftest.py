@@ -41,11 +41,15 @@ def own_selector():
 def pytest_collection_modifyitems(config, items):
     """GPU tests run where `EJKERNEL_TEST_GPU=1` says that there is one, those of what a CPU chooses elsewhere.
 
-    The compilation of every candidate is asked for with `-m kernels`.
+    The compilation of every candidate is asked for with `-m kernels`, the full counts of fuzz tests with `-m fuzz`.
     """
     skipped = {"cpu": "is about CPUs"} if _ON_GPU else {"gpu": "needs a GPU: set EJKERNEL_TEST_GPU=1"}
-    if "kernels" not in config.getoption("markexpr"):
-        skipped["kernels"] = "compiles for minutes: make kernels"
+    for name, reason in {
+        "kernels": "compiles for minutes: make kernels",
+        "fuzz": "tries for minutes: make fuzz",
+    }.items():
+        if name not in config.getoption("markexpr"):
+            skipped[name] = reason
     for item in items:
         for name in skipped:
             if name in item.keywords:
@@ -54,6 +58,7 @@ def pytest_collection_modifyitems(config, items):
 
 # Shared by tests; none themselves.
 collect_ignore = [
-    "attention_cases.py", "compiled.py", "fakes.py", "nnx_models.py", "reference.py", "ops.py", "process_of_two.py",
-    "told.py", "triton_kernels.py", "triton_scale.py", "wild.py",
+    "attention_cases.py", "cache_processes.py", "compiled.py", "fakes.py", "fuzzed.py", "loaded_results.py",
+    "nnx_models.py", "ops.py", "process_of_two.py", "reference.py", "told.py", "triton_kernels.py", "triton_scale.py",
+    "wild.py",
 ]  # fmt: skip

@@ -97,9 +97,9 @@ DAMAGE = {
     "empty": lambda file, text: file.write_text(""),
     "garbage": lambda file, text: file.write_bytes(bytes(range(256))),
     "one digit": lambda file, text: file.write_text(text.replace("32", "33")),
-    "other schema": lambda file, text: file.write_text(text.replace('"schema": 2', '"schema": 3')),
+    "other schema": lambda file, text: file.write_text(text.replace('"schema": 3', '"schema": 4')),
     "no checksum": lambda file, text: file.write_text(
-        '{"schema": 2, "key": "key", "type": "builtins:int", "config": 32}'
+        '{"schema": 3, "key": "key", "type": "builtins:int", "config": 32}'
     ),
     "a list": lambda file, text: file.write_text("[1, 2]"),
     "deep": lambda file, text: file.write_text("[" * 200_000),
@@ -122,7 +122,8 @@ def test_damaged_or_foreign_file_is_a_miss_and_one_warning(kind, tmp_path):
     with pytest.warns(UserWarning, match="config cache: could not read") as caught:
         assert [cache.get("key") for _ in range(5)] == [None] * 5
     assert len(caught) == 1
-    assert cache.stats == {"read_failed": 5}
+    reason = {"other schema": "other schema", "a folder": "EISDIR", "a link": "ELOOP"}.get(kind, "corrupt")
+    assert cache.stats == {f"read failed: {reason}": 5}
     assert len(os.listdir("/proc/self/fd")) == opened
     if kind not in ("a folder", "a link"):
         cache.put("key", 32)  # repairs it
@@ -170,13 +171,13 @@ def test_config_on_disk_of_a_back_end_that_is_not_here_is_passed_over(tmp_path):
     assert selector.choose(inv).backend == "xla"
 
 
-@pytest.mark.parametrize("path", ["/proc/none/cache", "/dev/null/cache"])
-def test_folder_that_cannot_be_written_costs_one_warning(path):
+@pytest.mark.parametrize(("path", "reason"), [("/proc/none/cache", "ENOENT"), ("/dev/null/cache", "ENOTDIR")])
+def test_folder_that_cannot_be_written_costs_one_warning(path, reason):
     cache = PersistentCache(path, cfg_type=int)
     with pytest.warns(UserWarning, match="config cache: could not write") as caught:
         [cache.put(f"key {number}", 32) for number in range(3)]
     assert len(caught) == 1
-    assert cache.stats == {"write_failed": 3}
+    assert cache.stats == {f"write failed: {reason}": 3}
     with warnings.catch_warnings(), contextlib.suppress(UserWarning):
         warnings.simplefilter("error")
         assert cache.get("key 0") is None

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-import typer
-from typer.testing import CliRunner
 
 import ejkernel_ops as ek
-from ejkernel_ops.commands.result import app
-from ejkernel_ops.commands.tune import tune
+from ejkernel_ops.__main__ import main
 from ejkernel_ops.execution.result_json import read
 from ejkernel_ops.kernels import LINEAR
 
@@ -44,25 +41,29 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(application, *arguments):
-    done = CliRunner().invoke(application, [*map(str, arguments)], env={"COLUMNS": "200"})
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done
+@pytest.fixture
+def lines(capsys, monkeypatch):
+    """Runs a command of which a status is expected, and gives what it prints."""
+    monkeypatch.setenv("COLUMNS", "200")
 
+    def run(*arguments, status=0):
+        found, printed = main([*map(str, arguments)]), capsys.readouterr()
+        assert found == status, printed
+        assert bool(printed.err) == (status == 2)
+        return (printed.out + printed.err).splitlines()
 
-def lines(*arguments, status=0):
-    done = run(app, *arguments)
-    assert done.exit_code == status, done.output
-    return done.output.splitlines()
+    return run
 
 
 @pytest.mark.usefixtures("files")
-def test_show_prints_what_print_does_for_any_device_and_leaves_out_unknown_ops():
+def test_show_prints_what_print_does_for_any_device_and_leaves_out_unknown_ops(lines):
     result = read(ek.AutotuningResult, Path("a.json").read_bytes())
-    assert lines("show", "a.json") == str(result).splitlines()
-    assert lines("show", "--markdown", "a.json") == result.to_markdown().splitlines()
-    assert any(GPU in line for line in lines("show", "a.json"))
-    assert any("not tuned: unheard@v1:0000000000000000: left out" in line for line in lines("show", "unheard.json"))
+    assert lines("result", "show", "a.json") == str(result).splitlines()
+    assert lines("result", "show", "--markdown", "a.json") == result.to_markdown().splitlines()
+    assert any(GPU in line for line in lines("result", "show", "a.json"))
+    assert any(
+        "not tuned: unheard@v1:0000000000000000: left out" in line for line in lines("result", "show", "unheard.json")
+    )
 
 
 @pytest.mark.usefixtures("files")
@@ -71,8 +72,8 @@ def test_show_prints_what_print_does_for_any_device_and_leaves_out_unknown_ops()
     ("other.json", 1, [f"! linear@v1:{'0' * 16}: backend=xla blocksize_m=3 -> backend=xla blocksize_m=4"]),
     ("cpu.json", 1, [f"tuned for {GPU} and for cpu|x|1"]),
 ])  # fmt: skip
-def test_diff_prints_what_differs_and_says_so_by_its_status(second, status, printed):
-    assert lines("diff", "a.json", second, status=status) == printed
+def test_diff_prints_what_differs_and_says_so_by_its_status(second, status, printed, lines):
+    assert lines("result", "diff", "a.json", second, status=status) == printed
 
 
 @pytest.mark.usefixtures("files")
@@ -81,21 +82,21 @@ def test_diff_prints_what_differs_and_says_so_by_its_status(second, status, prin
     (["a.json", "other.json", "--prefer", "first"], [3]),
     (["a.json", "other.json", "--prefer", "last"], [4]),
 ])  # fmt: skip
-def test_merge_writes_every_call_once_for_the_device_of_the_files(given, rows):
-    [line] = lines("merge", *given, "--out", "out.json")
+def test_merge_writes_every_call_once_for_the_device_of_the_files(given, rows, lines):
+    [line] = lines("result", "merge", *given, "--out", "out.json")
     merged = read(ek.AutotuningResult, Path("out.json").read_bytes())
     assert (merged.device, [e.cfg.fwd.blocksize_m for e in merged.entries]) == (GPU, rows)
     assert merged.digest[:16] in line
 
 
 @pytest.mark.usefixtures("files")
-def test_plot_draws_a_picture():
-    assert lines("plot", "a.json", "out.svg") == ["out.svg"]
+def test_plot_draws_a_picture(lines):
+    assert lines("result", "plot", "a.json", "out.svg") == ["out.svg"]
     assert Path("out.svg").read_text().startswith("<?xml")
 
 
 ERRORS = {
-    "no such file": (["show", "missing.json"], "No such file or directory: 'missing.json'"),
+    "no such file": (["show", "missing.json"], "missing.json: No such file or directory"),
     "no result": (["show", "empty.json"], "empty.json: not valid JSON"),
     "a bad field": (["show", "broken.json"], r"broken.json: line 19: not a LinearConfig"),
     "an unknown op": (["diff", "a.json", "unheard.json"], "unknown op 'unheard@v1'"),
@@ -110,18 +111,15 @@ ERRORS = {
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("kind", ERRORS)
-def test_what_a_user_did_wrong_is_one_line_and_status_2(kind):
+def test_what_a_user_did_wrong_is_one_line_and_status_2(kind, lines):
     arguments, message = ERRORS[kind]
-    [line] = lines(*arguments, status=2)
-    assert line.startswith("error: ")
+    [line] = lines("result", *arguments, status=2)
     assert message in line
     assert not Path("out.json").exists()
 
 
 # tune
 
-tune_app = typer.Typer()
-tune_app.command()(tune)
 MODULE = """
 import dataclasses
 import ejkernel_ops as ek
@@ -155,24 +153,22 @@ def calls(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize("given", [["calls.json"], ["far.json", "--here"]])
-def test_tune_writes_and_shows_what_it_found_for_the_calls_of_a_file(given):
-    done = run(tune_app, *given, "--out", "out.json", "--budget-s", "5", "--no-cache")
-    assert done.exit_code == 0, done.output
+def test_tune_writes_and_shows_what_it_found_for_the_calls_of_a_file(given, lines):
+    printed = lines("tune", *given, "--out", "out.json", "--budget-s", "5", "--no-cache")
     result = ek.AutotuningResult.load("out.json")
     assert [(e.op_id_v, e.source) for e in result.entries] == [("linear@v1", "tuned")]
-    assert str(result) in done.output
-    assert done.output.endswith("written to out.json\n")
+    assert printed == [*str(result).splitlines(), "written to out.json"]
 
 
 @pytest.mark.usefixtures("calls")
 @pytest.mark.parametrize(("given", "message"), [
     (["far.json"], "far.json has no call of this device"),
-    (["missing.json"], "No such file or directory: 'missing.json'"),
+    (["missing.json"], "missing.json: No such file or directory"),
     (["calls.json", "--out", "missing/out.json"], "the folder missing does not exist"),
 ])  # fmt: skip
-def test_tune_says_in_one_line_why_it_cannot(given, message):
-    done = run(tune_app, "--out", "out.json", *given)
-    assert (done.exit_code, message in done.output, len(done.output.splitlines())) == (2, True, 1), done.output
+def test_tune_says_in_one_line_why_it_cannot(given, message, lines):
+    [line] = lines("tune", "--out", "out.json", *given, status=2)
+    assert message in line
     assert not Path("out.json").exists()
 
 
@@ -191,12 +187,11 @@ def test_tune_in_a_fresh_process_knows_the_kernels_of_the_modules_it_is_told(tmp
         "jax.jit(my_kernels.SCALED).lower(jax.numpy.ones(3)); ek.save_invocations('calls.json')"
     )
     assert saved.returncode == 0, saved.stderr
-    command = "import typer; from ejkernel_ops.commands.tune import tune; typer.run(tune)"
-    unknown = python(command, "calls.json", "--out", "out.json")
+    command = "import sys; from ejkernel_ops.__main__ import main; sys.exit(main())"
+    unknown = python(command, "tune", "calls.json", "--out", "out.json")
     assert unknown.returncode == 2
-    assert unknown.stderr.startswith("error: ")
     assert "unknown op 'test_tuned_by_command@v1'" in unknown.stderr
-    done = python(command, "calls.json", "--out", "out.json", "--import", "my_kernels")
+    done = python(command, "tune", "calls.json", "--out", "out.json", "--import", "my_kernels")
     assert done.returncode == 0, done.stderr
     assert "test_tuned_by_command@v1" in done.stdout
     assert (tmp_path / "out.json").exists()

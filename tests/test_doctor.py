@@ -178,13 +178,13 @@ def told(capsys):
 @pytest.mark.cpu
 def test_the_first_child_tells_devices_and_what_is_eligible_before_it_runs_anything(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_calls", lambda: [DOUBLED])
-    assert doctor._probe("xla") == 0
+    assert doctor.probe("xla") == 0
     first, *runs = told(capsys)
     assert {Device(**device) for device in first["devices"]} == {CPU}
     assert [(r["run"]["backend"], r["run"]["status"]) for r in runs] == [
         ("triton", "not eligible"), ("xla", "eligible"), ("xla", "ok")
     ]  # fmt: skip
-    assert doctor._probe("triton") == 0  # not eligible here
+    assert doctor.probe("triton") == 0  # not eligible here
     assert told(capsys) == []
 
 

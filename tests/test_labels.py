@@ -209,31 +209,46 @@ def test_forged_labels_are_listed_and_lead_to_nothing():
 
 SIZE = 1 << 19
 CALLS = "func.func @f{0} {{\n call @f{1}\n}}\n"
+LOOP = "%c = stablehlo.constant dense<999999999999999999> : tensor<i64>\n%1 = stablehlo.compare LT, %0, %c\n} do {\n"
 SLOW = {
-    "prefixes": "ejkernel_ops#" * (SIZE // 13),
-    "almost labels": f"ejkernel_ops#{'a' * 64}@v{'1' * 32}:{HEX[:-1]}" * (SIZE // 128),
-    "at signs": "ejkernel_ops#a" + "@v1" * (SIZE // 3),
-    "quotes": "func.func @f {\n" + '"' * SIZE,
-    "escaped quotes": 'func.func @f {\n "' + '\\"' * (SIZE // 2),
-    "attributes": "func.func @f {\n" + 'ejkernel_call = "' * (SIZE // 17),
-    "functions": "func.func @" * (SIZE // 11),
-    "braces": "func.func @f {\n" + "{\n" * (SIZE // 2),
-    "loops": "func.func @f {\n" + "} do {\n" * (SIZE // 7),
-    "long loops": "func.func @f {\n"
-    + ("%c = stablehlo.constant dense<999999999999999999> : tensor<i64>\n%1 = stablehlo.compare LT, %0, %c\n} do {\n")
-    * (SIZE // 110),
-    "huge number": f"func.func @f {{\n%c = stablehlo.constant dense<{'9' * SIZE}> : tensor<i64>\n",
-    "call chain": "".join(CALLS.format(i, i + 1) for i in range(SIZE // 32)),
-    "call chain, turned": "".join(CALLS.format(i + 1, i) for i in range(SIZE // 32)),
-    "call cycle": "func.func @main {\n call @f0\n}\n" + "".join(CALLS.format(i, i ^ 1) for i in range(SIZE // 32)),
-    "many callers": "func.func @f {\n}\n" + "".join(f"func.func @g{i} {{\n call @f\n}}\n" for i in range(SIZE // 32)),
+    "prefixes": lambda size: "ejkernel_ops#" * (size // 13),
+    "one name": lambda size: "ejkernel_ops#" + "a" * size,
+    "almost labels": lambda size: f"ejkernel_ops#{'a' * 64}@v{'1' * 32}:{HEX[:-1]}" * (size // 128),
+    "at signs": lambda size: "ejkernel_ops#a" + "@v1" * (size // 3),
+    "quotes": lambda size: "func.func @f {\n" + '"' * size,
+    "escaped quotes": lambda size: 'func.func @f {\n "' + '\\"' * (size // 2),
+    "attributes": lambda size: "func.func @f {\n" + 'ejkernel_call = "' * (size // 17),
+    "functions": lambda size: "func.func @" * (size // 11),
+    "braces": lambda size: "func.func @f {\n" + "{\n" * (size // 2),
+    "loops": lambda size: "func.func @f {\n" + "} do {\n" * (size // 7),
+    "long loops": lambda size: "func.func @f {\n" + LOOP * (size // 110),
+    "huge number": lambda size: f"func.func @f {{\n%c = stablehlo.constant dense<{'9' * size}> : tensor<i64>\n",
+    "call chain": lambda size: "".join(CALLS.format(i, i + 1) for i in range(size // 32)),
+    "call chain, turned": lambda size: "".join(CALLS.format(i + 1, i) for i in range(size // 32)),
+    "call cycle": lambda size: (
+        "func.func @main {\n call @f0\n}\n" + "".join(CALLS.format(i, i ^ 1) for i in range(size // 32))
+    ),
+    "many callers": lambda size: (
+        "func.func @f {\n}\n" + "".join(f"func.func @g{i} {{\n call @f\n}}\n" for i in range(size // 32))
+    ),
 }
+
+
+def search_seconds(text):
+    start = time.process_time()
+    extract_labels_from_hlo_text(text)
+    assert call_sites(text) == []
+    return time.process_time() - start
 
 
 @pytest.mark.parametrize("kind", SLOW)
 def test_time_for_hostile_text_is_linear(kind):
     """Half a megabyte in well under a second of processor time; in quadratic time it would be minutes."""
-    start = time.process_time()
-    extract_labels_from_hlo_text(SLOW[kind])
-    assert call_sites(SLOW[kind]) == []
-    assert time.process_time() - start < 2
+    assert search_seconds(SLOW[kind](SIZE)) < 2
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("kind", SLOW)
+def test_twice_the_hostile_text_takes_twice_the_time(kind):
+    times = [min(search_seconds(SLOW[kind](size << 20)) for _ in range(2)) for size in (2, 4)]
+    assert times[1] < 3 * times[0] + 0.01

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 README_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
@@ -30,7 +32,7 @@ def test_import_touches_no_file_no_environment_no_device_and_no_framework():
         " (e == 'open' and isinstance(a[1], str) and set(a[1]) & set('wax+')) else None)\n"
         "import ejkernel_ops, ejlayers\n"
         "assert dict(os.environ) == before and not writes, writes\n"
-        "assert not {'flax', 'equinox', 'triton', 'jax_triton', 'matplotlib'} & set(sys.modules)\n"
+        "assert not {'flax', 'equinox', 'triton', 'jax_triton', 'matplotlib', 'typer'} & set(sys.modules)\n"
         "from jax._src import xla_bridge; assert not xla_bridge.backends_are_initialized()"
     )
     done = python("-B", "-c", code, HOME="/proc/none", XDG_CACHE_HOME="/proc/none")
@@ -47,18 +49,18 @@ def test_own_kernel_example_tunes_both_directions(monkeypatch):
 
 
 def test_docs_code_runs(tmp_path):
-    for page in ("own_kernel.md", "forms.md", "ops.md", "sharing.md"):
+    for page in ("own_kernel.md", "forms.md", "ops.md", "sharing.md", "caches.md"):
         code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL))
         done = python("-c", code, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
 
-def test_tests_that_pages_name_exist():
-    for page in (ROOT / "docs").glob("*.md"):
-        file = ""
-        for named, test in re.findall(r"`(test_\w+\.py)?::(test_\w+)`", page.read_text()):
-            file = named or file
-            assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{page.name} names {file}::{test}"
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_tests_that_the_docs_name_exist(page):
+    file = ""
+    for named, test in re.findall(r"`(test_\w+\.py)?::(test_\w+)`", page.read_text()):
+        file = named or file
+        assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), f"{page.name} names {file}::{test}"
 
 
 def test_no_kernel_tunes_itself_when_it_is_launched():

@@ -269,8 +269,8 @@ def test_leaving_in_another_order_is_an_error_and_breaks_nothing(make):
     inner.__enter__()
     with pytest.raises(ConfigError, match="left in another order than it was entered"):
         outer.__exit__(None, None, None)
-    inner.__exit__(None, None, None)
-    outer.__exit__(None, None, None)
+    inner.__exit__(None, None, None)  # and with it the outer one, which was left
+    assert step(ONE) == 1
     with pytest.raises(ConfigError, match="another order"):
         outer.__exit__(None, None, None)
     assert step(ONE) == 1

@@ -12,7 +12,7 @@ import typer
 from ..errors import CacheFormatError, ConfigError
 from ..execution.result import AutotuningResult
 from ..execution.result_json import read
-from .errors import Modules, import_modules, one_line_errors, require_folder
+from .options import Modules, import_modules, require_folder
 
 app = typer.Typer(no_args_is_help=True, help="Files of tuned configs: show, diff, merge, plot.")
 File = Annotated[Path, typer.Argument(help="A file that `AutotuningResult.save` wrote.")]
@@ -32,23 +32,21 @@ def show(
     modules: Modules = None,
 ) -> None:
     """Shows what was tuned, how much faster it is, and what was not tuned and why."""
-    with one_line_errors():
-        import_modules(modules)
-        result = _read(file, allow_unknown_ops=True)
-        typer.echo(result.to_markdown() if markdown else str(result))
+    import_modules(modules)
+    result = _read(file, allow_unknown_ops=True)
+    typer.echo(result.to_markdown() if markdown else str(result))
 
 
 @app.command()
-def diff(first: File, second: File, modules: Modules = None) -> None:
+def diff(first: File, second: File, modules: Modules = None) -> int:
     """Shows calls that only one file has (- the first, + the second) or that have other configs (!).
 
     The exit status is 1 where the files differ, and 2 where they cannot be compared.
     """
-    with one_line_errors():
-        import_modules(modules)
-        found = _read(first).diff(_read(second))
+    import_modules(modules)
+    found = _read(first).diff(_read(second))
     typer.echo(str(found))
-    raise typer.Exit(1 if found else 0)
+    return 1 if found else 0
 
 
 @app.command()
@@ -61,12 +59,11 @@ def merge(
     modules: Modules = None,
 ) -> None:
     """Writes one file with every call of several."""
-    with one_line_errors():
-        require_folder(out)
-        import_modules(modules)
-        side = {None: None, Prefer.FIRST: "self", Prefer.LAST: "other"}[prefer]
-        merged = functools.reduce(lambda first, second: first.merge(second, prefer=side), map(_read, files))
-        merged.save(out)
+    require_folder(out)
+    import_modules(modules)
+    side = {None: None, Prefer.FIRST: "self", Prefer.LAST: "other"}[prefer]
+    merged = functools.reduce(lambda first, second: first.merge(second, prefer=side), map(_read, files))
+    merged.save(out)
     typer.echo(f"{out}: {len(merged.entries)} calls, digest {merged.digest[:16]}")
 
 
@@ -77,9 +74,8 @@ def plot(
     modules: Modules = None,
 ) -> None:
     """Draws each call's gain and the times of its candidates."""
-    with one_line_errors():
-        import_modules(modules)
-        _read(file, allow_unknown_ops=True).plot(out)
+    import_modules(modules)
+    _read(file, allow_unknown_ops=True).plot(out)
     typer.echo(str(out))
 
 

@@ -9,11 +9,12 @@ import typer
 
 from ..config.persistent import PersistentCache
 from ..config.selection import ConfigSelectorChain
+from ..errors import ConfigError
 from ..execution.offline import autotune_recorded
 from ..execution.tuning import Autotuner
 from ..registry import clear_invocations, get_invocations, load_invocations
 from ..utils.fingerprint import device_fingerprint
-from .errors import Modules, fail, import_modules, one_line_errors, require_folder
+from .options import Modules, import_modules, require_folder
 
 
 def tune(
@@ -28,18 +29,19 @@ def tune(
     modules: Modules = None,
 ) -> None:
     """Tunes the calls of a file on this device, and writes the result."""
-    with one_line_errors():
-        require_folder(out)
-        import_modules(modules)
-        clear_invocations()
-        device = device_fingerprint()
-        load_invocations(file, device=device if here else None)
-        if not get_invocations():
-            fail(f"{file} has no call of this device, {device}; pass --here to tune calls of another one on it")
-        tuner = Autotuner(budget_s=budget_s, isolate=isolate)
-        result = autotune_recorded(ConfigSelectorChain(persistent=PersistentCache() if cache else None, tuner=tuner))
-        result.save(out)
+    require_folder(out)
+    import_modules(modules)
+    clear_invocations()
+    device = device_fingerprint()
+    load_invocations(file, device=device if here else None)
+    if not get_invocations():
+        raise ConfigError(
+            f"{file} has no call of this device, {device}; pass --here to tune calls of another one on it"
+        )
+    tuner = Autotuner(budget_s=budget_s, isolate=isolate)
+    result = autotune_recorded(ConfigSelectorChain(persistent=PersistentCache() if cache else None, tuner=tuner))
+    result.save(out)
     typer.echo(str(result))
     if not result.entries:
-        fail(f"{out}: no call could be tuned; the lines above say why")
+        raise ConfigError(f"{out}: no call could be tuned; the lines above say why")
     typer.echo(f"written to {out}")

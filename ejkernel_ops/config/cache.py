@@ -129,12 +129,13 @@ class ConfigCache:
         return len(self._configs)
 
 
-def _is_key(key: Any) -> bool:
+def is_key(key: Any) -> bool:
+    """Whether it is three texts."""
     return isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key)
 
 
 def _as_key(key: Any) -> Key:
-    if not _is_key(key):
+    if not is_key(key):
         raise ConfigError(f"overlay key is {key!r}; expected Key(device, op_id_v, call_key)")
     return Key(*key)
 
@@ -160,7 +161,7 @@ class overlay_cache(Reentrant):  # documented as a function
 
     def __init__(self, configs: Mapping[Any, Any] | ConfigCache):
         if isinstance(configs, ConfigCache):
-            self.configs = {_as_key(k): cfg for k, cfg in configs.items() if _is_key(k)}
+            self.configs = {_as_key(k): cfg for k, cfg in configs.items() if is_key(k)}
         elif isinstance(configs, Mapping):
             self.configs = {_as_key(k): cfg for k, cfg in configs.items()}
         else:

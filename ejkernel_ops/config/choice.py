@@ -59,13 +59,11 @@ def combine(inv: Any, tiers: Iterable[tuple[str, Any]]) -> Choice:
     if cfg is None or not filled:
         missing = "no config" if cfg is None else f"{cfg} leaves fields open"
         raise ConfigError(f"{missing} for {inv!r}: {'; '.join(notes) or 'no tier has one'}. Pass a config to the call")
-    if (reason := _unread(kernel, cfg)) is not None:
+    if (reason := unread(kernel, cfg)) is not None:
         raise ConfigError(f"config of {kernel.op_id} {reason}")
     if sources.get("backend", "call") != "call":  # it was a choice, and these were not among what it was made of
         notes += [text for text in kernel.missed(inv) if text not in notes]
-    given = {"call", "overlay"} & set(
-        sources.values()
-    )  # by a person, or a file of another's; caches are checked before
+    given = {"call", "overlay"} & set(sources.values())  # of a person, or in another's file; caches are checked before
     if given and kernel.has_rule and (reason := kernel.illegal(inv, cfg)) is not None:
         raise ConfigError(f"config of {kernel.op_id} is {cfg}, which is illegal for {inv!r}: {reason}")
     return Choice(cfg, tuple(sorted(sources.items())), tuple(notes))
@@ -110,7 +108,7 @@ def _is_read(kernel: Any, cfg: Any, name: str) -> bool:
     return name == "backend" or fields is None or backend is None or name in fields.get(backend, ())
 
 
-def _unread(kernel: Any, cfg: Any) -> str | None:
+def unread(kernel: Any, cfg: Any) -> str | None:
     """The first field that is set and that the back end does not read, in words; `None` where there is none."""
     for name, value in leaf_fields(cfg):
         if value is not None and not _is_read(kernel, cfg, name):
@@ -124,7 +122,7 @@ def why_never_legal(kernel: Any, cfg: Any) -> str | None:
     backend = getattr(cfg, "backend", None)
     if backend is not None and backend not in kernel.backends:
         return f"{kernel.op_id} has no {backend} version; it has {', '.join(kernel.backends) or 'run alone'}"
-    reason = _unread(kernel, cfg)
+    reason = unread(kernel, cfg)
     return None if reason is None else f"it {reason}"
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.call import call_like
 from ..errors import CacheFormatError, ConfigError
@@ -73,6 +73,14 @@ def nearest(place: Place, known: Iterable[Neighbour]) -> list[Neighbour]:
     return [neighbour for distance, _, neighbour in sorted(near, key=lambda found: found[:2]) if distance <= _FAR]
 
 
+class HintsKey(NamedTuple):
+    """What the tuned calls of one kind are stored under."""
+
+    device: str
+    op_id_v: str
+    kind: str
+
+
 class Neighbours:
     """The tuned calls that a selector knows of, by kind, in memory and on its disk.
 
@@ -94,7 +102,7 @@ class Neighbours:
             known = [n for n in self._merged(device, place.kind, inv) if n.place != place]
             known = [Neighbour(place, cfg), *known][:_KEPT]
             self._known[device, place.kind] = known
-        self._write(device, place.kind, known)
+        self._write(HintsKey(device, inv.op_id_v, place.kind), known)
 
     def discard(self, device: str, inv: Any) -> None:
         """Forgets a tuned call."""
@@ -104,7 +112,7 @@ class Neighbours:
             known = [n for n in before if n.place != place]
             self._known[device, place.kind] = known
         if len(known) != len(before):
-            self._write(device, place.kind, known)
+            self._write(HintsKey(device, inv.op_id_v, place.kind), known)
 
     def of(self, device: str, inv: Any, place: Place) -> list[Neighbour]:
         """The tuned calls near one, the nearest first, itself left out."""
@@ -114,39 +122,38 @@ class Neighbours:
 
     def _of(self, device: str, kind: str, inv: Any) -> list[Neighbour]:
         if (device, kind) not in self._known:
-            self._known[device, kind] = self._read(device, kind, inv.kernel.config_cls)
+            self._known[device, kind] = self._read(HintsKey(device, inv.op_id_v, kind), inv.kernel.config_cls)
         return self._known[device, kind]
 
     def _merged(self, device: str, kind: str, inv: Any) -> list[Neighbour]:
         """What this process knows, and what others have written since it looked."""
         known = self._of(device, kind, inv)
         places = {n.place for n in known}
-        return known + [n for n in self._read(device, kind, inv.kernel.config_cls) if n.place not in places]
+        key = HintsKey(device, inv.op_id_v, kind)
+        return known + [n for n in self._read(key, inv.kernel.config_cls) if n.place not in places]
 
-    def _read(self, device: str, kind: str, config_cls: Any) -> list[Neighbour]:
+    def _read(self, key: HintsKey, config_cls: Any) -> list[Neighbour]:
         if self._persistent is None or config_cls is None:
             return []
         try:
-            stored = json.loads(self._persistent.get(_key(device, kind)) or "[]")
+            stored = json.loads(self._persistent.get(key) or "[]")
             return [
-                Neighbour(Place(kind, tuple(map(tuple, lengths))), None if cfg is None else from_plain(cfg, config_cls))
+                Neighbour(
+                    Place(key.kind, tuple(map(tuple, lengths))), None if cfg is None else from_plain(cfg, config_cls)
+                )
                 for lengths, cfg in stored
             ]
         except (ValueError, TypeError, CacheFormatError):  # written by another version
             return []
 
-    def _write(self, device: str, kind: str, known: list[Neighbour]) -> None:
+    def _write(self, key: HintsKey, known: list[Neighbour]) -> None:
         if self._persistent is None:
             return
         try:
             plain = [[n.place.lengths, None if n.cfg is None else json.loads(to_json(n.cfg))] for n in known]
-            self._persistent.put(_key(device, kind), json.dumps(plain))
+            self._persistent.put(key, json.dumps(plain))
         except ConfigError:  # a config without a JSON form; who stores it says so
             return
-
-
-def _key(device: str, kind: str) -> tuple[str, str, str]:
-    return "neighbours", device, kind
 
 
 # Of results: who enters one passes on its keys and configs; where they lie is a function of the key.

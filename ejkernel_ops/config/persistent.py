@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import threading
-import warnings
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..core.kernel import KERNELS
-from ..environment import cache_dir
-from ..errors import CacheFormatError, ConfigError, EjkernelError
-from ..utils.files import replace_file
-from ..utils.values import imported_dataclass, stable_json
-from .cache import Key, count_write, split_key, split_put
-from .schema import from_plain, parse_json, to_json
+from ..environment import cache_dir, without_tilde
+from ..errors import CacheFormatError, ConfigError
+from ..utils.files import leftovers, replace_file
+from ..utils.values import stable_json
+from ..utils.versions import tuned_with
+from .cache import count_write, split_key, split_put
+from .entry import FILE_NAME, CacheEntry, OtherSchemaError, config_type, file_name, read_entry
+from .problems import Problems
+from .schema import from_plain, to_json
 
-_SCHEMA = 2
-_MAX_BYTES = 1 << 20
-_PLAIN = {f"builtins:{kind.__name__}": kind for kind in (bool, int, float, str, list, tuple, dict)}
+_WRITING_S = 3600.0  # no writer takes so long: what is older was left by one that was killed
 
 
 class PersistentCache:
     """Configs on disk.
 
-    A file that is missing, damaged or foreign is a miss; no file breaks a model. Each entry is a file of its own,
-    replaced atomically, so that processes cannot lose each other's entries and a reader sees a whole entry or none.
-    Nothing is pickled; reading imports nothing.
+    A file that is missing, damaged or foreign is a miss; no file and no disk breaks a model. The first problem of each
+    kind is a warning, all are counted. Each entry is a file of its own, replaced atomically, so that processes cannot
+    lose each other's entries and a reader sees a whole entry or none. Nothing is pickled; reading imports nothing.
 
     Args:
         path: folder; default `EJKERNEL_CACHE_DIR`, else the platform's cache folder. It is made when
@@ -37,134 +36,212 @@ class PersistentCache:
         cfg_type: type of the configs under keys that name no kernel of this process, or one that declares no type;
             default the type that was put, if it is a plain one or its module is imported here.
 
+    Raises:
+        ConfigError: a path that is no path.
+
     Example:
         >>> import tempfile
         >>> cache = PersistentCache(tempfile.mkdtemp(), cfg_type=int)
         >>> cache.put("my key", 32)
-        >>> cache.get("my key")
-        32
+        >>> cache.get("my key"), cache.keys(), cache.clear()
+        (32, ['my key'], 1)
     """
 
     def __init__(self, path: str | os.PathLike | None = None, cfg_type: type | None = None):
+        if path is not None and not (isinstance(path, (str, os.PathLike)) and path and "\0" not in str(path)):
+            raise ConfigError(f"path is {path!r}; expected a folder, or None for the user's cache folder")
         self._path, self.cfg_type = path, cfg_type
-        self.stats: Counter[str] = Counter()
-        self._warned: set[str] = set()
-        self._lock = threading.Lock()
+        self._problems = Problems()
 
     @property
     def path(self) -> Path:
         """The folder."""
-        return cache_dir() if self._path is None else Path(self._path).expanduser()
+        return cache_dir() if self._path is None else without_tilde(self._path)
+
+    @property
+    def stats(self) -> Counter[str]:
+        """How often what happened: `hit`, `miss`, `written`, and problems by reason, as in `write failed: ENOSPC`.
+
+        `hit other versions` are the hits that were tuned with another jax, driver or version of this package.
+        """
+        return self._problems.stats
+
+    # One entry
 
     def get(self, key: Any, op_id_v: str | None = None, call_key: str | None = None) -> Any:
         """The config under a key, or `None`: `get(key)` or `get(device, op_id_v, call_key)`.
+
+        Args:
+            key: a key, or the device fingerprint where the other two are given.
+            op_id_v: name and version of the kernel.
+            call_key: 16 hex digits of the call.
 
         Raises:
             ConfigError: the key has no value-based form.
         """
         key = split_key(key, (op_id_v, call_key))
-        file, text = self._file(key)
+        form = _form(key)
+        name = file_name(form)
         try:
-            cfg = self._read(file, key, text)
+            entry = read_entry(self.path / name)
+            cfg = from_plain(entry.config, config_type(key, entry.type, self.cfg_type))
         except FileNotFoundError:
-            self.stats["miss"] += 1
+            self._problems.count("miss")
             return None
-        except (OSError, EjkernelError, UnicodeError) as error:
-            self._warn("read", f"{file}: {error}")
+        except ConfigError:  # of the environment
+            raise
+        except Exception as error:  # a border: not even a config type that fails to check its values breaks a model
+            self._problems.failed("read", self.path / name, error)
             return None
-        self.stats["hit"] += 1
+        self._problems.count("hit", *(["hit other versions"] if entry.versions != tuned_with() else []))
         return cfg
 
     def put(self, key: Any, *rest: Any) -> None:
         """Stores a config: `put(key, cfg)` or `put(device, op_id_v, call_key, cfg)`.
+
+        Args:
+            key: a key, or the device fingerprint where name and call key follow.
+            *rest: the rest of a key that is given in parts, and the config.
 
         Raises:
             ConfigError: the key or the config has no value-based form.
         """
         others, cfg = split_put(rest)
         key = split_key(key, others)
-        file, text = self._file(key)
         kind = f"{type(cfg).__module__}:{type(cfg).__qualname__}"
-        body = {"schema": _SCHEMA, "key": json.loads(text), "type": kind, "config": json.loads(to_json(cfg))}
+        entry = CacheEntry(_form(key), kind, json.loads(to_json(cfg)), tuned_with())
         try:
-            self._type_of(key, kind)
+            config_type(key, kind, self.cfg_type)
         except CacheFormatError as error:
             raise ConfigError(f"config {cfg!r} could not be read back: {error}") from None
-        body["sha256"] = _checksum(body)
+        self.put_entry(entry)
+
+    def put_entry(self, entry: CacheEntry) -> bool:
+        """Stores an entry, such as `entries` of another folder gave.
+
+        Args:
+            entry: the entry.
+
+        Returns:
+            Whether it is stored.
+        """
         try:
-            self._write(file, json.dumps(body, sort_keys=True, indent=1))
+            folder = self.path
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(folder / entry.file_name, entry.dumps())
         except OSError as error:
-            self._warn("write", f"{file}: {error}")
-            return
-        self.stats["written"] += 1
+            self._problems.failed("write", self._path or entry.file_name, error)
+            return False
+        if self._problems.count("written") == 1:
+            self._remove(self._leftovers())
         count_write()
+        return True
 
     def discard(self, key: Any) -> None:
         """Removes the entry of a key, if there is one."""
-        file, _ = self._file(key)
-        try:
-            file.unlink(missing_ok=True)
-        except OSError as error:
-            self._warn("remove", f"{file}: {error}")
+        name = file_name(_form(key))
+        self._remove(self._listed(lambda folder: [folder / name]))
         count_write()
 
     def __contains__(self, key: Any) -> bool:
         return self.get(key) is not None
 
-    def _file(self, key: Any) -> tuple[Path, str]:
-        text = stable_json(key, where="cache key")
-        return self.path / f"{hashlib.sha256(text.encode()).hexdigest()}.json", text
+    # All entries
 
-    def _read(self, file: Path, key: Any, text: str) -> Any:
-        with open(file, "rb", opener=_open) as f:
-            raw = f.read(_MAX_BYTES + 1) or b""  # `None`: a pipe with nothing in it
-        if len(raw) > _MAX_BYTES:
-            raise CacheFormatError("larger than 1 MiB")
-        body = parse_json(raw.decode())
-        if not isinstance(body, dict) or set(body) != {"schema", "key", "type", "config", "sha256"}:
-            raise CacheFormatError("not a cache entry")
-        if body["schema"] != _SCHEMA:
-            raise CacheFormatError(f"schema {body['schema']!r}; this version reads {_SCHEMA}")
-        if body.pop("sha256") != _checksum(body):
-            raise CacheFormatError("checksum does not match: the file is damaged")
-        if body["key"] != json.loads(text):
-            raise CacheFormatError("holds another key")
-        return from_plain(body["config"], self._type_of(key, str(body["type"])))
+    def entries(self) -> Iterator[CacheEntry]:
+        """The entries of this version's schema; a damaged file is left out."""
+        for file in self._files():
+            try:
+                yield read_entry(file)
+            except (FileNotFoundError, OtherSchemaError):  # removed meanwhile; of another version of this package
+                continue
+            except (OSError, CacheFormatError) as error:
+                self._problems.failed("read", file, error)
 
-    def _type_of(self, key: Any, stored: str) -> type:
-        kernel = KERNELS.get(key.op_id_v) if isinstance(key, Key) else None
-        found = kernel.config_cls if kernel is not None and kernel.config_cls is not None else self.cfg_type
-        if found is None:
-            found = type_named(stored)
-        if found is None:
-            raise CacheFormatError(
-                f"the type {stored!r} is no plain one, nor a frozen dataclass of a module that is imported here: "
-                "import it, or pass cfg_type="
-            )
+    def keys(self) -> list[Any]:
+        """The keys, but for those of types that are not imported here."""
+        found = []
+        for entry in self.entries():
+            try:
+                found.append(entry.value)
+            except CacheFormatError:
+                continue
         return found
 
-    def _write(self, file: Path, text: str) -> None:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(file, text)
+    def clear(self, which: Callable[[CacheEntry], bool] | None = None) -> int:
+        """Removes entries.
 
-    def _warn(self, kind: str, text: str) -> None:
-        self.stats[f"{kind}_failed"] += 1
-        with self._lock:
-            first = kind not in self._warned
-            self._warned.add(kind)
-        if first:
-            warnings.warn(f"config cache: could not {kind} {text} (a miss; later ones are not reported)", stacklevel=4)
+        Args:
+            which: whether to remove an entry; default all, damaged files and those of other schemas too.
+
+        Returns:
+            How many files it removed.
+        """
+        if which is None:
+            return self._remove(self._files() + self._leftovers(0.0))
+        return self._remove([self.path / entry.file_name for entry in self.entries() if which(entry)])
+
+    def sweep(self, max_age: float | None = None) -> int:
+        """Removes damaged files, and what killed writers left more than an hour ago.
+
+        Sound entries of other schemas stay: another version of this package may use them.
+
+        Args:
+            max_age: removes all that was written longer ago, too, in seconds; default nothing.
+
+        Returns:
+            How many files it removed.
+        """
+        before = -1.0 if max_age is None else time.time() - max_age
+        return self._remove(self._leftovers() + [file for file in self._files() if self._is_refuse(file, before)])
+
+    def _is_refuse(self, file: Path, before: float) -> bool:
+        try:
+            if file.lstat().st_mtime < before:
+                return True
+            read_entry(file)
+        except OtherSchemaError:
+            return False
+        except CacheFormatError:
+            return True
+        except FileNotFoundError:
+            return False
+        except OSError as error:  # it may be readable again tomorrow
+            self._problems.failed("read", file, error)
+        return False
+
+    # Files
+
+    def _files(self) -> list[Path]:
+        """The files that have the name of an entry; others in the folder are somebody else's."""
+        return self._listed(lambda folder: [folder / name for name in os.listdir(folder) if FILE_NAME.fullmatch(name)])
+
+    def _leftovers(self, seconds: float = _WRITING_S) -> list[Path]:
+        return self._listed(lambda folder: leftovers(folder, seconds))
+
+    def _listed(self, look: Callable[[Path], list[Path]]) -> list[Path]:
+        try:
+            return sorted(look(self.path))
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self._problems.failed("list", self._path or "the cache folder", error)
+            return []
+
+    def _remove(self, files: list[Path]) -> int:
+        removed = 0
+        for file in files:
+            try:
+                file.unlink()
+                removed += 1
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                self._problems.failed("remove", file, error)
+        if removed:
+            count_write()
+        return removed
 
 
-def type_named(stored: str) -> type | None:
-    """The type of a stored config: a plain one, or a frozen dataclass whose module is imported here."""
-    return _PLAIN.get(stored) or imported_dataclass(stored)
-
-
-def _open(file: str, flags: int) -> int:
-    """Opens neither through a link nor waiting for a pipe."""
-    return os.open(file, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-
-
-def _checksum(body: dict) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _form(key: Any) -> Any:
+    return json.loads(stable_json(key, where="cache key"))

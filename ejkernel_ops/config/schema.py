@@ -140,10 +140,19 @@ def _known(data: Any, config_type: Any, where: str) -> Any:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
             raise CacheFormatError(f"{where} has an unknown field {name!r}; {hint}")
-        for option in getattr(known[name], "types", (known[name],)):
-            if (cls := getattr(option, "cls", None)) is not None:
-                data[name] = _known(value, cls, f"{where}.{name}")
+        for cls in known[name]:
+            data[name] = _known(value, cls, f"{where}.{name}")
     return data
+
+
+@functools.lru_cache(maxsize=256)
+def _field_types(config_type: type) -> dict[str, tuple[type, ...]]:
+    """The classes that each field of a dataclass may hold: looked up once, for it evaluates annotations."""
+    options = {
+        f.name: getattr(f.type, "types", (f.type,))
+        for f in msgspec.inspect.type_info(config_type).fields  # type: ignore[attr-defined]
+    }
+    return {name: tuple(x.cls for x in types if hasattr(x, "cls")) for name, types in options.items()}
 
 
 def _plain(config: Any) -> Any:

@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..execution.measure import inside_trace
 from ..utils.values import stable_json
 from .cache import ConfigCache, Key, count_write, generation
-from .choice import Choice, combine
+from .choice import Choice, combine, unread
 from .neighbours import Neighbours, neighbours_in, place_of
 from .persistent import PersistentCache
 from .policy import AutotunePolicy, effective, policy_override
@@ -174,7 +174,13 @@ class ConfigSelectorChain:
         yield "disk", self._from_disk(inv, key)
 
     def _from_disk(self, inv: Any, key: Key) -> Any:
-        return None if self.persistent is None else _if_legal(inv, self.persistent.get(key))
+        if self.persistent is None or jax.process_count() > 1:  # disks of several hosts differ
+            return None
+        cfg = self.persistent.get(key)
+        if cfg is not None and _if_legal(inv, cfg) is None:  # it was legal where and when it was tuned
+            self.stats["disk illegal"] += 1
+            return None
+        return cfg
 
     def _from_table(self, inv: Any, key: Key) -> Any:
         return _if_legal(inv, table_of(key.device).configs.get(key))
@@ -327,6 +333,8 @@ def why_illegal(inv: Any, cfg: Any) -> str | None:
         return f"a {type(cfg).__name__}, expected a {kernel.config_cls.__name__}"
     backend = getattr(cfg, "backend", None)
     if backend is not None and (reason := kernel.why_not(inv, backend)) is not None:
+        return reason
+    if (reason := unread(kernel, cfg)) is not None:
         return reason
     try:
         return kernel.illegal(inv, cfg)

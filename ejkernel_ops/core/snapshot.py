@@ -130,7 +130,7 @@ class Reentrant:
     What was opened is kept in a stack of the thread, not in the object.
     """
 
-    _stack = threading.local()
+    _stack = threading.local()  # its `open`: [object, its context, whether it is left but what is above it is not]
 
     def _open(self) -> contextlib.AbstractContextManager:
         raise NotImplementedError
@@ -138,15 +138,20 @@ class Reentrant:
     def __enter__(self):
         context = self._open()
         context.__enter__()
-        stack = self._stack.__dict__.setdefault("open", [])
-        stack.append((self, context))
+        self._stack.__dict__.setdefault("open", []).append([self, context, False])
         return self
 
     def __exit__(self, *exc):
         stack = self._stack.__dict__.get("open", [])
         if not stack or stack[-1][0] is not self:
+            for item in reversed(stack):  # it ends with what is above it, so that nothing of it stays behind
+                if item[0] is self and not item[2]:
+                    item[2] = True
+                    break
             raise ConfigError(
                 f"{type(self).__name__} was left in another order than it was entered: do not `await` or "
                 "`yield` inside the `with`; use result.wrap(fn) instead"
             )
-        return stack.pop()[1].__exit__(*exc)
+        stack.pop()[1].__exit__(*exc)
+        while stack and stack[-1][2]:
+            stack.pop()[1].__exit__(None, None, None)

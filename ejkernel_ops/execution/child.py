@@ -21,7 +21,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from ..config.persistent import type_named
+from ..config.entry import type_named
 from ..config.schema import from_plain
 from ..core.invocation import Invocation
 from ..core.kernel import KERNELS

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import secrets
+import time
 from pathlib import Path
+
+_PART = re.compile(r"\.tmp-[0-9a-f]{16}")
 
 
 def replace_file(path: str | os.PathLike, text: str) -> None:
@@ -20,6 +25,19 @@ def replace_file(path: str | os.PathLike, text: str) -> None:
     try:
         with open(part, "x", encoding="utf-8") as file:
             file.write(text)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+        os.replace(part, path)  # nothing after it may fail: the file is there
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def leftovers(folder: Path, seconds: float) -> list[Path]:
+    """The parts that killed writers left in a folder at least so long ago; younger ones may still be written to."""
+    before, found = time.time() - seconds, []
+    with os.scandir(folder) as files:
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):  # its writer was still there
+                if _PART.fullmatch(file.name) and file.stat(follow_symlinks=False).st_mtime <= before:
+                    found.append(Path(file.path))
+    return found

@@ -102,8 +102,11 @@ def _scalar_of(data: Any) -> np.generic:
 def _namedtuple_of(data: Any) -> Any:
     name, *items = data
     found = _imported(name)
-    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+    fields = getattr(found, "_fields", None)
+    if not (isinstance(found, type) and issubclass(found, tuple) and fields is not None):
         raise CacheFormatError(f"the named tuple {name!r} is not imported here: import its module")
+    if len(items) != len(fields):
+        raise CacheFormatError(f"the named tuple {name!r} has {len(items)} values; expected {', '.join(fields)}")
     return tuple.__new__(found, map(value_of, items))
 
 

@@ -1,0 +1,163 @@
+"""`cache`: the tuned configs on this machine's disk. No command of it touches a device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..config.cache import Key, is_key
+from ..config.entry import CacheEntry, dump_entries, load_entries
+from ..config.neighbours import HintsKey
+from ..config.persistent import PersistentCache
+from ..errors import CacheFormatError, ConfigError
+from ..utils.files import replace_file
+from ..utils.text_table import text_table
+from ..utils.versions import tuned_with
+
+app = typer.Typer(help="The tuned configs on disk, in EJKERNEL_CACHE_DIR or the user's cache folder.")
+Device = Annotated[str, typer.Option(help="Only entries for devices whose name contains this.")]
+Op = Annotated[str, typer.Option(help="Only entries of this op, such as linear or linear@v1.")]
+_DAMAGED = (": corrupt", ": other schema")
+
+
+@app.command("list")
+def list_entries(
+    device: Device = "", op: Op = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known of each, as JSON.")] = False,
+) -> int:  # fmt: skip
+    """The entries: device, op, call key and config."""
+    cache = PersistentCache()
+    found = [described(entry) for entry in cache.entries() if _chooses(device, op)(entry)]
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        rows = [tuple(map(_printable, (row["device"], row["op"], row["call"], _shown(row)))) for row in found]
+        if rows:
+            print(text_table(("device", "op", "call", "config"), sorted(rows)))
+        print(f"{_entries(len(found))} in {cache.path}")
+    if bad := sum(times for name, times in cache.stats.items() if name.startswith("read failed")):
+        print(f"{_files(bad)} cannot be read; `cache sweep` removes damaged ones", file=sys.stderr)
+    return _status(cache)
+
+
+@app.command()
+def show(call: Annotated[str, typer.Argument(help="A call key, 16 hex digits, or a label that ends in one.")]) -> int:
+    """All that is known of a call, as JSON."""
+    cache = PersistentCache()
+    found = [row for row in map(described, cache.entries()) if row["call"] == call.rpartition(":")[2]]
+    if not found:
+        raise ConfigError(f"no entry of the call {call!r} is in {cache.path}; `cache list` shows the calls that are")
+    print(json.dumps(found, indent=1))
+    return _status(cache)
+
+
+@app.command()
+def clear(
+    device: Device = "", op: Op = "",
+    outdated: Annotated[bool, typer.Option(help="Only entries of another jax, driver or version of this.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> int:  # fmt: skip
+    """Removes entries, after a question."""
+    cache, chosen = PersistentCache(), _chooses(device, op)
+
+    def which(entry: CacheEntry) -> bool:
+        return chosen(entry) and not (outdated and entry.versions == tuned_with())
+
+    count = sum(map(which, cache.entries()))
+    if not yes:
+        typer.confirm(f"Remove {_entries(count)} from {cache.path}?", abort=True, err=True)
+    removed = cache.clear(which if device or op or outdated else None)
+    print(f"{_files(removed)} removed from {cache.path}")
+    return _status(cache)
+
+
+@app.command()
+def sweep(
+    days: Annotated[float | None, typer.Option(min=0, help="Also remove what was written longer ago.")] = None,
+) -> int:
+    """Removes damaged files, and what killed processes left."""
+    cache = PersistentCache()
+    removed = cache.sweep(None if days is None else days * 86400)
+    print(f"{_files(removed)} removed from {cache.path}")
+    return _status(cache)
+
+
+@app.command()
+def export(
+    file: Annotated[Path, typer.Argument(help="A JSON file to write.")], device: Device = "", op: Op = ""
+) -> int:
+    """Writes entries to one file, for `import` on another machine."""
+    cache = PersistentCache()
+    entries = [entry for entry in cache.entries() if _chooses(device, op)(entry)]
+    if not entries:
+        raise ConfigError(f"nothing to export: no such entry is in {cache.path}")
+    replace_file(file, dump_entries(entries))
+    print(f"{_entries(len(entries))} written to {file}")
+    return _status(cache)
+
+
+@app.command("import")
+def import_entries(
+    file: Annotated[Path, typer.Argument(help="A file that `export` wrote.")],
+    replace: Annotated[bool, typer.Option(help="Replace entries that are here with another config.")] = False,
+) -> int:
+    """Takes the entries of a file, all or none."""
+    cache, entries = PersistentCache(), load_entries(file.read_bytes())
+    here = {entry.file_name: entry.config for entry in cache.entries()}
+    news = [e for e in entries if e.file_name not in here or (replace and here[e.file_name] != e.config)]
+    stored = sum(map(cache.put_entry, news))
+    print(f"{_entries(stored)} of {len(entries)} imported into {cache.path}")
+    if kept := sum(here.get(entry.file_name, entry.config) != entry.config for entry in entries) * (not replace):
+        print(f"{_entries(kept)} stayed as here, where the file has another config; --replace takes the file's")
+    return _status(cache)
+
+
+def described(entry: CacheEntry) -> dict[str, Any]:
+    """An entry for people; `-` for what a key that is not a call's does not have."""
+    try:
+        key = entry.value
+    except CacheFormatError:  # of a user's module
+        key = None
+    device, op, call = key if isinstance(key, (Key, HintsKey)) and is_key(key) else ("-", "-", "-")
+    return {
+        "device": device, "op": op, "call": call, "config": entry.config, "type": entry.type,
+        "versions": entry.versions, "hints": isinstance(key, HintsKey), "key": entry.key, "file": entry.file_name,
+    }  # fmt: skip
+
+
+def _chooses(device: str, op: str) -> Callable[[CacheEntry], bool]:
+    def chosen(entry: CacheEntry) -> bool:
+        row = described(entry)
+        return device in row["device"] and op in ("", row["op"], row["op"].rpartition("@")[0])
+
+    return chosen
+
+
+def _shown(row: dict[str, Any]) -> str:
+    if row["hints"]:
+        return "hints for shapes nearby"
+    text = json.dumps(row["config"], separators=(",", ":"))
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _printable(text: str) -> str:
+    """Text that can do nothing to a terminal, whoever wrote the entry."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count} files"
+
+
+def _status(cache: PersistentCache) -> int:
+    """1 where the disk failed, which the cache has told on standard error; a damaged file is no such failure."""
+    return int(any(" failed: " in name and not name.endswith(_DAMAGED) for name in cache.stats))
