@@ -121,11 +121,6 @@ def _version(config_type: Any) -> int:
     return getattr(config_type, "config_version", 1)
 
 
-@functools.lru_cache(maxsize=256)  # annotations are text, and evaluating them is slow
-def _field_types(config_type: Any) -> dict[str, Any]:
-    return {field.name: field.type for field in msgspec.inspect.type_info(config_type).fields}  # type: ignore[attr-defined]
-
-
 def _known(data: Any, config_type: Any, where: str) -> Any:
     """Data of a dataclass without its version: msgspec passes over unknown names, a config may not."""
     if not dataclasses.is_dataclass(config_type) or not isinstance(data, dict):

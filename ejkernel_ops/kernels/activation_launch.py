@@ -76,10 +76,10 @@ class Gradients:
     """What the backward makes: gradients of products and biases, and what the forward has made, where wanted."""
 
     product: jax.Array
-    up: jax.Array | None
-    out: jax.Array | None
-    bias: jax.Array | None
-    up_bias: jax.Array | None
+    up: Any
+    out: Any
+    bias: Any
+    up_bias: Any
 
     def plus(self, product: Any, up: Any) -> Gradients:
         """With cotangents more of the products alone, where there are any."""

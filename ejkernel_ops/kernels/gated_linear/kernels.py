@@ -189,7 +189,8 @@ class GatedLinearBackward(GatedTriton, RowKernel):
         if need_x:
             wide = accumulated(x, gate_weight)
             pairs = ((made.product, gate_weight), (made.up, up_weight))
-            dx = sum(product(low, w, other, dx_type, precision).astype(wide) for low, w in pairs).astype(x.dtype)
+            first, second = (product(low, w, other, dx_type, precision).astype(wide) for low, w in pairs)
+            dx = (first + second).astype(x.dtype)
         dws = [
             weight_gradient(rows, flat_rows(low), weight_layout, dw_type, precision) if need else None
             for low, need in ((made.product, need_gate), (made.up, need_up))

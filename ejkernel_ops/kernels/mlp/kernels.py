@@ -6,6 +6,7 @@ What the activation gives is made again for the gradient, from the products: it 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -174,7 +175,8 @@ def _gradients(
     dx = None
     if need_x:
         parts = [product(low.astype(x.dtype), w, other, product_type(x.dtype, x, w), precision) for low, w in pairs]
-        dx = (parts[0] if len(parts) == 1 else sum(p.astype(dtype) for p in parts)).astype(x.dtype)
+        wide: Any = [part.astype(dtype) for part in parts]
+        dx = functools.reduce(jnp.add, wide).astype(x.dtype)
     wanted = (need_up, need_gate)[: len(pairs)]
     dws = [by_weight(need, rows, low.astype(x.dtype), w) for need, (low, w) in zip(wanted, pairs)]
     dws += [None] * (2 - len(dws)) + [by_weight(need_down, made.out, dout, down_weight) if need_down else None]

@@ -84,12 +84,13 @@ def mlp(
             raise TypeError(f"{name} is {a.dtype}; expected a float type")
     _check_shapes(arrays, weight_layout)
     dtype = jnp.result_type(*(a.dtype for name, a in arrays.items() if not name.endswith("bias")))
-    x, *weights = (arrays[n].astype(dtype) if n in arrays else None for n in ("x", "up_weight", "gate_weight"))
-    up, gate = weights
-    one_row = x.ndim == 1
+    rows, up, gate, down = (
+        arrays[n].astype(dtype) if n in arrays else None for n in ("x", "up_weight", "gate_weight", "down_weight")
+    )
+    one_row = rows.ndim == 1  # type: ignore[union-attr]
     out, *_ = default_executor()(
-        MLP, x[None] if one_row else x, up, arrays.get("up_bias"), gate, arrays.get("gate_bias"),
-        arrays["down_weight"].astype(dtype), arrays.get("down_bias"),
+        MLP, rows[None] if one_row else rows, up, arrays.get("up_bias"), gate, arrays.get("gate_bias"),  # type: ignore[index]
+        down, arrays.get("down_bias"),
         cfg=explicit_config(MlpConfig, config, cfg, backend), activation=activation, weight_layout=weight_layout,
         precision=canonical_precision(precision),
     )  # fmt: skip

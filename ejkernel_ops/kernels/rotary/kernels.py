@@ -49,8 +49,9 @@ class TokenKernel(TritonRows, RowKernel):
 
     def triton_cfgs(self, inv: Invocation) -> list[RotaryConfig]:
         """Tiles."""
-        params = FwdParams if self.direction == "fwd" else BwdParams
-        return [self.config_cls(backend="triton", **{self.direction: p}) for p in triton_launch.params(params, inv)]
+        if self.direction == "fwd":
+            return [RotaryConfig(backend="triton", fwd=p) for p in triton_launch.params(FwdParams, inv)]
+        return [RotaryConfig(backend="triton", bwd=p) for p in triton_launch.params(BwdParams, inv)]
 
     def num_rows(self, inv: Invocation) -> int:
         """The tokens of all examples."""

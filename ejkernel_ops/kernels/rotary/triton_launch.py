@@ -31,7 +31,8 @@ class TurnSpec:
     block_m: int
     block_pairs: int
     block_rest: int
-    interleaved: bool
+    step: int  # from a pair to the next
+    gap: int  # between the two features of a pair
     back: bool
 
 
@@ -70,8 +71,8 @@ def turned(x: jax.Array, table: jax.Array, params: Any, *, interleaved: bool, ba
     (_, tokens, pairs), head_dim = table.shape, x.shape[-1]
     spec = TurnSpec(
         rows=_rows(x), heads=x.shape[2], head_dim=head_dim, tokens=tokens, pairs=pairs, block_m=params.blocksize_m,
-        block_pairs=power_of_two(pairs), block_rest=power_of_two(head_dim - 2 * pairs), interleaved=interleaved,
-        back=back,
+        block_pairs=power_of_two(pairs), block_rest=power_of_two(head_dim - 2 * pairs),
+        step=2 if interleaved else 1, gap=1 if interleaved else pairs, back=back,
     )  # fmt: skip
     [out] = triton_call(
         turn, x, table.astype(jnp.float32), out_types=[jax.ShapeDtypeStruct(x.shape, x.dtype)],

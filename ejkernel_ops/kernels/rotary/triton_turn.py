@@ -15,8 +15,8 @@ def turn(x_ptr, table_ptr, out_ptr, spec: tl.constexpr):
     block_m: tl.constexpr = spec.block_m
     block_pairs: tl.constexpr = spec.block_pairs
     block_rest: tl.constexpr = spec.block_rest
-    step: tl.constexpr = 2 if spec.interleaved else 1
-    gap: tl.constexpr = 1 if spec.interleaved else spec.pairs
+    step: tl.constexpr = spec.step
+    gap: tl.constexpr = spec.gap
     rows = tl.program_id(0) * block_m + tl.arange(0, block_m)
     pairs = tl.arange(0, block_pairs)
     inside = (rows < spec.rows)[:, None] & (pairs < spec.pairs)[None, :]
