@@ -67,7 +67,7 @@ def gaps(events: list[tuple[int, int, str]], steps: int) -> list[KernelTime]:
 
 
 def by_kind(found: list[KernelTime]) -> dict[str, float]:
-    """Milliseconds of a step by kind, the longest first."""
+    """Milliseconds of a step by kind, the longest first; of kernels that overlap each counts."""
     total = collections.Counter()
     for kernel in found:
         total[kernel.kind] += kernel.ms

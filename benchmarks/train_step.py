@@ -306,12 +306,17 @@ def row(name: str, size: Size, contender: Contender, base: Contender, parameters
     }
 
 
-def follow(name: str, size: Size, found: list[Contender], steps: int, path: Path) -> None:
-    """Trains each from the same start on the same batches and writes the losses side by side."""
+def follow(model: str, size: Size, found: list[Contender], steps: int, path: Path) -> None:
+    """Trains each from the same start on the same batches and writes the losses side by side.
+
+    The first one also from weights that are off by a rounding to bfloat16: how far apart that alone leads.
+    """
     losses = {}
-    for contender in found:
+    for name, contender in [*((c.name, c) for c in found), (f"{found[0].name}_rounded", found[0])]:
         state, _ = start_and_step(size, WAYS[contender.name.removesuffix("_tuned")])
-        losses[contender.name] = each = []
+        if name != contender.name:
+            state = [x.astype(jnp.bfloat16).astype(x.dtype) if x.dtype == jnp.float32 else x for x in state]
+        losses[name] = each = []
         for number in range(steps):
             state, loss = contender.compiled(state, tokens_of(size, number))
             each.append(loss)
@@ -320,7 +325,7 @@ def follow(name: str, size: Size, found: list[Contender], steps: int, path: Path
     base, *others = losses
     for other in others:
         most = max(abs(row[other] - row[base]) for row in table)
-        print(f"{name} {other}: from {table[0][other]:.4f} to {table[-1][other]:.4f}, at most {most:.4f} from {base}")
+        print(f"{model} {other}: from {table[0][other]:.4f} to {table[-1][other]:.4f}, at most {most:.4f} from {base}")
 
 
 def profiled(found: list[Contender], state: list[jax.Array], tokens: jax.Array) -> None:

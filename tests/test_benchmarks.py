@@ -132,4 +132,7 @@ def test_a_whole_step_is_timed_and_followed(scripts, tmp_path, capsys):
     train_step.main([*common, "--follow", "3"])
     losses = table(tmp_path / "train_step_losses.csv")
     assert [row["step"] for row in losses] == ["0", "1", "2"]
-    assert all(abs(float(row["ours"]) - float(row["stock_xla"])) < 0.05 for row in losses)
+    for name in ("ours", "stock_xla_rounded"):
+        assert all(abs(float(row[name]) - float(row["stock_xla"])) < 0.05 for row in losses)
+    scripts("loss_chart").main([str(tmp_path / "train_step_losses.csv")])
+    assert (tmp_path / "train_step_losses.png").stat().st_size > 10_000
