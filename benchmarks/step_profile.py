@@ -35,8 +35,41 @@ class KernelTime:
         return next((kind for kind, parts in _KINDS if any(p in self.name.lower() for p in parts)), "other")
 
 
-def kernels(run: Callable[[], object], steps: int) -> tuple[list[KernelTime], list[KernelTime]]:
-    """The kernels of a function that runs some steps, the longest first, and the gaps before them."""
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Where a step's time goes.
+
+    Args:
+        kernels: the longest first; those that overlap each count.
+        gaps: idle time of the device by the kernel that followed, the longest first.
+        span_ms: from the first kernel of all steps to the end of the last, by step.
+    """
+
+    kernels: list[KernelTime]
+    gaps: list[KernelTime]
+    span_ms: float
+
+    @property
+    def kernel_ms(self) -> float:
+        """The sum of all kernels' times."""
+        return sum(kernel.ms for kernel in self.kernels)
+
+    @property
+    def idle_ms(self) -> float:
+        """The time in which the device had nothing to do."""
+        return sum(gap.ms for gap in self.gaps)
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """Milliseconds of a step by kind, the longest first."""
+        total = collections.Counter()
+        for kernel in self.kernels:
+            total[kernel.kind] += kernel.ms
+        return dict(total.most_common())
+
+
+def profiled(run: Callable[[], object], steps: int) -> Profile:
+    """The profile of a function that runs some steps."""
     from jax.profiler import ProfileData
 
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +85,9 @@ def kernels(run: Callable[[], object], steps: int) -> tuple[list[KernelTime], li
                 ms[name] += event.duration_ns / 1e6 / steps
                 count[name] += 1 / steps
                 events.append((event.start_ns, event.start_ns + event.duration_ns, name))
-    return [KernelTime(name, time, count[name]) for name, time in ms.most_common()], gaps(events, steps)
+    found = [KernelTime(name, time, count[name]) for name, time in ms.most_common()]
+    span = (max(stop for _, stop, _ in events) - min(start for start, *_ in events)) / 1e6 / steps
+    return Profile(found, gaps(events, steps), span)
 
 
 def gaps(events: list[tuple[int, int, str]], steps: int) -> list[KernelTime]:
@@ -64,11 +99,3 @@ def gaps(events: list[tuple[int, int, str]], steps: int) -> list[KernelTime]:
             count[name] += 1 / steps
         end = stop if end is None else max(end, stop)
     return [KernelTime(name, time, count[name]) for name, time in ms.most_common()]
-
-
-def by_kind(found: list[KernelTime]) -> dict[str, float]:
-    """Milliseconds of a step by kind, the longest first; of kernels that overlap each counts."""
-    total = collections.Counter()
-    for kernel in found:
-        total[kernel.kind] += kernel.ms
-    return dict(total.most_common())

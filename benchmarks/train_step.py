@@ -26,7 +26,7 @@ import optax
 from attention import about, card
 from flax import nnx
 from rows import write_rows
-from step_profile import by_kind, kernels
+from step_profile import Profile, profiled
 
 import ejlayers
 from ejkernel_ops import (
@@ -39,6 +39,7 @@ from ejkernel_ops import (
 )
 from ejkernel_ops.execution.measure import spread
 
+_PROFILED = 10  # steps, so that clocks settle as in the timed ones
 _PEAK = 989e12  # dense bfloat16 operations a second of an H100 or H200, by the data sheet
 
 
@@ -244,7 +245,7 @@ class Contender:
     compiled: Any
     seconds: float = 0.0  # of tuning
     times: list[float] = dataclasses.field(default_factory=list)
-    profile: Any = None
+    profile: Profile | None = None
 
     def run(self, state: Any, tokens: Any, steps: int) -> tuple[Any, jax.Array]:
         """Some steps, their losses."""
@@ -301,8 +302,10 @@ def row(name: str, size: Size, contender: Contender, base: Contender, parameters
         "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 2),
         "peak_gib": round(peak / 2**30, 2),
         "tuning_s": round(contender.seconds, 1),
-        "kernel_ms": "" if profile is None else round(sum(k.ms for k in profile), 2),
-        "kernels": "" if profile is None else round(sum(k.count for k in profile)),
+        "kernel_ms": "" if profile is None else round(profile.kernel_ms, 2),
+        "idle_ms": "" if profile is None else round(profile.idle_ms, 2),
+        "span_ms": "" if profile is None else round(profile.span_ms, 2),
+        "kernels": "" if profile is None else round(sum(k.count for k in profile.kernels)),
     }
 
 
@@ -328,22 +331,24 @@ def follow(model: str, size: Size, found: list[Contender], steps: int, path: Pat
         print(f"{model} {other}: from {table[0][other]:.4f} to {table[-1][other]:.4f}, at most {most:.4f} from {base}")
 
 
-def profiled(found: list[Contender], state: list[jax.Array], tokens: jax.Array) -> None:
+def profile_all(found: list[Contender], state: list[jax.Array], tokens: jax.Array) -> None:
     """Records each one's kernels, and prints them."""
     for contender in found:
         kept = [state]
 
         def run(contender=contender, kept=kept):
-            kept[0], losses = contender.run(kept[0], tokens, 3)
+            kept[0], losses = contender.run(kept[0], tokens, _PROFILED)
             return losses
 
-        contender.profile, idle = kernels(run, 3)
+        contender.profile = profile = profiled(run, _PROFILED)
         [state] = kept
-        print(contender.name, {kind: round(ms, 2) for kind, ms in by_kind(contender.profile).items()})
-        for kernel in contender.profile[:40]:
+        print(contender.name, {kind: round(ms, 2) for kind, ms in profile.by_kind.items()})
+        for kernel in profile.kernels[:40]:
             print(f"  {kernel.ms:8.3f} ms {kernel.count:6.1f} x {kernel.kind:12} {kernel.name}")
-        print(f"  idle {sum(gap.ms for gap in idle):.2f} ms", flush=True)
-        for gap in idle[:12]:
+        print(
+            f"  kernels {profile.kernel_ms:.2f}, idle {profile.idle_ms:.2f}, span {profile.span_ms:.2f} ms", flush=True
+        )
+        for gap in profile.gaps[:12]:
             print(f"  {gap.ms:8.3f} ms {gap.count:6.1f} x idle before   {gap.name}", flush=True)
 
 
@@ -374,7 +379,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokens, parameters = tokens_of(size, 0), num_parameters(size)
     state = timed(found, state, tokens, options.rounds, options.steps)
     if options.profile:
-        profiled(found, state, tokens)
+        profile_all(found, state, tokens)
     rows = [row(options.model, size, contender, found[0], parameters) | about() for contender in found]
     for each in rows:
         print(*(f"{key}={value}" for key, value in each.items() if key not in about()), flush=True)
