@@ -103,6 +103,7 @@ def parse_json(text: str | bytes) -> Any:
         return value if abs(value) < float("inf") else refuse(word)
 
     try:
+        text = text if isinstance(text, str) else text.decode()  # what else it might be is not guessed, nor imported
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse, parse_float=finite)
     except (ValueError, RecursionError) as error:
         raise CacheFormatError(f"not valid JSON: {error}") from None

@@ -137,7 +137,7 @@ def _parsed(text: str | bytes) -> tuple[str, _ResultForm]:
     if len(text) > _MAX_BYTES:
         raise CacheFormatError(f"larger than {_MAX_BYTES >> 20} MiB")
     try:
-        text = text if isinstance(text, str) else text.decode("utf-8-sig")
+        text = text if isinstance(text, str) else text.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise CacheFormatError(f"not UTF-8: {error}") from None
     body = parse_json(text)
