@@ -35,7 +35,7 @@ from .reference import assert_uniform, attention, case_name, is_low, mostly_once
 
 pytest.importorskip("triton", reason="needs triton, which there is for Linux")
 ON_GPU = jax.default_backend() == "gpu"
-pytestmark = [pytest.mark.gpu] if ON_GPU else []
+pytestmark = [pytest.mark.gpu] if ON_GPU else [pytest.mark.once]
 
 
 @pytest.fixture(autouse=True)

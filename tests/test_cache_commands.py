@@ -14,6 +14,8 @@ from ejkernel_ops.__main__ import main
 from ejkernel_ops.config import persistent
 from ejkernel_ops.config.neighbours import HintsKey
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parent.parent
 DIGITS = "0123456789abcdef"
 H100, CPU = "gpu|NVIDIA H100 80GB HBM3|9.0", "cpu|x86_64|2"

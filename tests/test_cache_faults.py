@@ -32,6 +32,8 @@ from ejkernel_ops.config import entry as entry_module
 from ejkernel_ops.utils import files as files_module
 from ejkernel_ops.utils.meta import split_label
 
+pytestmark = pytest.mark.once
+
 X, W = np.ones((4, 3), np.float32), np.ones((3, 2), np.float32)
 ERRORS = ("EBUSY", "ESTALE", "ENOENT", "EACCES", "EIO", "EROFS", "ENOSPC", "EDQUOT", "EMFILE")
 

@@ -27,6 +27,8 @@ from ejkernel_ops.registry import find_call
 from ejkernel_ops.utils import versions
 from ejkernel_ops.utils.meta import call_sites, split_label
 
+pytestmark = pytest.mark.once
+
 X, W = np.ones((4, 3), np.float32), np.ones((3, 2), np.float32)
 CONFIG = LinearConfig(backend="xla", fwd=FwdParams(blocksize_m=2))
 

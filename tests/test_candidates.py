@@ -21,6 +21,8 @@ from ejkernel_ops.execution.measure import NoDeviceTime
 from ejkernel_ops.execution.trial import STATUSES
 from ejkernel_ops.kernels import LINEAR
 
+pytestmark = pytest.mark.once
+
 X = jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)
 SHARED = "INTERNAL: Requested shared memory size 262144 exceeds the limit of 232448"
 MEMORY = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4.02GiB"

@@ -15,6 +15,8 @@ from ejkernel_ops.config.entry import CacheEntry, dump_entries, load_entries, re
 
 from .fuzzed import ODD, altered, counts, damaged
 
+pytestmark = pytest.mark.once
+
 KEY = Key("cpu|x86_64|2", "linear@v1", "0123456789abcdef")
 CONFIG = LinearConfig(backend="xla", fwd=FwdParams(blocksize_m=32))
 

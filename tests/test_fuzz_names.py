@@ -9,6 +9,8 @@ from ejkernel_ops import ConfigError, Kernel, Key, LabelError, PersistentCache, 
 
 from .fuzzed import counts
 
+pytestmark = pytest.mark.once
+
 DIGITS = "0123456789abcdef"
 NAMES = [
     "", ".", "..", "../../x", "../../../etc/passwd", "/etc/passwd", "/", "a/b", "a/../b", "./a", "~", "~root/x",

@@ -7,9 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from ejkernel_ops import PersistentCache
 
 from .fuzzed import counts
+
+pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from .fuzzed import counts
+
+pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,6 +11,8 @@ import pytest
 import ejkernel_ops as ek
 from ejkernel_ops.utils.json_lines import line_of
 
+pytestmark = pytest.mark.once
+
 X, W = jnp.ones((12, 4)), jnp.ones((4, 4)) / 4
 DEVICE = ek.device_fingerprint()
 

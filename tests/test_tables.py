@@ -17,6 +17,8 @@ from ejkernel_ops.config.neighbours import place_of
 from ejkernel_ops.execution.result_json import read
 from ejkernel_ops.kernels import LINEAR
 
+pytestmark = pytest.mark.once
+
 ROOT = Path(__file__).parent.parent
 DEVICE = ek.device_fingerprint()
 NAME = table.table_name(DEVICE)

@@ -23,6 +23,8 @@ from ejkernel_ops import (
 
 from .told import KEY, ONE, TOLD, told
 
+pytestmark = pytest.mark.once
+
 
 def result(config):
     return AutotuningResult(device_fingerprint(), (Entry(KEY.op_id_v, KEY.call_key, config),))
