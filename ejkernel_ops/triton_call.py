@@ -117,6 +117,8 @@ def _check(kernel: Any, num_arrays: int, constants: dict[str, Any]) -> None:
 
 
 def _check_aliases(aliases: Any, operands: Sequence[Any], types: Sequence[Any]) -> None:
+    if len({out for _, out in aliases}) < len(aliases):
+        raise ValueError(f"input_output_aliases is {dict(aliases)}; two operands cannot share the memory of one output")
     for operand, out in aliases:
         if not (0 <= operand < len(operands) and 0 <= out < len(types)):
             there = f"{len(operands)} operands and {len(types)} outputs"

@@ -47,7 +47,29 @@ def damaged(raw, count, seed=0):
         yield MUTATORS[number % len(MUTATORS)](rng, raw)
 
 
-ODD = (None, True, False, 0, -1, 3, 1 << 70, 1.5, "", "2", "../../x", [], [1], {}, {"x": 1}, {"backend": "xla"})
+ODD = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    3,
+    1 << 70,
+    1.5,
+    "",
+    "2",
+    "../../x",
+    [],
+    [1],
+    {},
+    {"x": 1},
+    {"backend": "xla"},
+    "(,f8",
+    "(2,3)f4",
+    {"dtype": "(2,3)f4"},
+    {"array": ["(,f8", [2], False]},
+    {"scalar": ["(2,)f4", "1"]},
+)
 
 
 def altered(data, count, seed=0):

@@ -1,5 +1,6 @@
 """`python -m ejkernel_ops cache`: what is on disk is seen, removed and carried elsewhere, without a device."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -98,6 +99,25 @@ def test_clear_removes_what_was_asked_for_and_nothing_else(folder, options, left
     assert out.startswith(f"{5 - left} file")
     assert len(PersistentCache().keys()) == left
     assert (folder / "notes.txt").exists()
+
+
+def test_a_forged_key_breaks_no_command(folder, capsys):
+    """Such text makes NumPy raise a SyntaxError, and compile some of it."""
+    forged = [{"dtype": "(,f8"}, {"array": ["(2,3)f4", [2], False]}, {"scalar": ["(2,)f4", "1"]}]
+    for key in forged:
+        entry = dataclasses.replace(next(PersistentCache().entries()), key=key)
+        (folder / entry.file_name).write_text(entry.dumps())
+    assert len(PersistentCache().keys()) == 5
+    for arguments in (["list"], ["export", "out.json"], ["sweep"], ["clear", "--yes"]):
+        arguments = [str(folder.parent / a) if a.endswith(".json") else a for a in arguments]
+        assert told(capsys, *arguments)[0] == 0
+    assert told(capsys, "import", str(folder.parent / "out.json"))[0] == 2  # the forged ones
+
+
+def test_clear_says_how_many_files_it_cannot_read(folder, capsys, monkeypatch):
+    (folder / f"{'0' * 64}.json").write_text("damaged")
+    monkeypatch.setattr("typer.confirm", lambda text, **_: print(text))
+    assert "Remove 5 entries and 1 file that cannot be read here" in told(capsys, "clear")[1]
 
 
 def test_clear_asks_and_takes_silence_for_no(folder, capsys, monkeypatch):

@@ -142,6 +142,18 @@ def test_a_wide_weight_may_be_multiplied_in_bfloat16_and_its_gradient_is_not_rou
     assert np.any(got["weight"] != got["weight"].astype(jnp.bfloat16).astype(np.float32))
 
 
+@pytest.mark.parametrize("config", [made(3), AGAIN], ids=["made", "again"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_weight_of_float64_may_be_multiplied_in_less(dtype, config):
+    with jax.enable_x64(True):
+        arrays, labels, _ = inputs((23,), dtype=np.float64)
+        got = run(arrays, labels, np.float32(1), (("config", config), ("dtype", dtype)))
+        low = {n: x.astype(dtype if n in ("hidden", "weight") else np.float32) for n, x in arrays.items()}
+        exact, plain = (reference(low, labels, plain=p) for p in (False, True))
+        assert_as_good_as_plain(got, exact, plain, dtype)
+        assert all(got[n].dtype == np.float64 for n in ("hidden", "weight", "bias"))
+
+
 @pytest.mark.parametrize("name", ["dtype", "logits_dtype"])
 def test_types_of_products_are_floats(name):
     arrays, labels, _ = inputs()

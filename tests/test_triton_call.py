@@ -80,6 +80,15 @@ def test_an_output_may_take_the_place_of_an_operand_which_itself_stays():
         np.testing.assert_array_equal(kept, x)
 
 
+def test_two_operands_cannot_share_the_memory_of_one_output():
+    x = normal(40)
+    with pytest.raises(ValueError, match="two operands cannot share"):
+        triton_call(
+            kernels.add, x, x, out_types=[jax.ShapeDtypeStruct(x.shape, F32)], grid=(1,), num_warps=4, num_stages=1,
+            name="add", input_output_aliases={0: 0, 1: 0}, SIZE=40, SHIFT=0, BLOCK=64,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(("aliases", "dtype"), [({1: 0}, F32), ({0: 2}, F32), ({0: 0}, jnp.bfloat16)], ids=str)
 def test_an_alias_of_what_is_not_there_or_differs_is_an_error(aliases, dtype):
     [(operand, out)] = aliases.items()

@@ -18,6 +18,7 @@ from ..errors import CacheFormatError, ConfigError
 from ..utils.files import replace_file
 from ..utils.text_table import text_table
 from ..utils.versions import tuned_with
+from .options import Modules, import_modules
 
 app = typer.Typer(help="The tuned configs on disk, in EJKERNEL_CACHE_DIR or the user's cache folder.")
 Device = Annotated[str, typer.Option(help="Only entries for devices whose name contains this.")]
@@ -68,9 +69,8 @@ def clear(
     def which(entry: CacheEntry) -> bool:
         return chosen(entry) and not (outdated and entry.versions == tuned_with())
 
-    count = sum(map(which, cache.entries()))
     if not yes:
-        typer.confirm(f"Remove {_entries(count)} from {cache.path}?", abort=True, err=True)
+        typer.confirm(f"{_question(cache, which, not (device or op or outdated))}?", abort=True, err=True)
     removed = cache.clear(which if device or op or outdated else None)
     print(f"{_files(removed)} removed from {cache.path}")
     return _status(cache)
@@ -105,8 +105,10 @@ def export(
 def import_entries(
     file: Annotated[Path, typer.Argument(help="A file that `export` wrote.")],
     replace: Annotated[bool, typer.Option(help="Replace entries that are here with another config.")] = False,
+    modules: Modules = None,
 ) -> int:
     """Takes the entries of a file, all or none."""
+    import_modules(modules)
     cache, entries = PersistentCache(), load_entries(file.read_bytes())
     here = {entry.file_name: entry.config for entry in cache.entries()}
     news = [e for e in entries if e.file_name not in here or (replace and here[e.file_name] != e.config)]
@@ -136,6 +138,14 @@ def _chooses(device: str, op: str) -> Callable[[CacheEntry], bool]:
         return device in row["device"] and op in ("", row["op"], row["op"].rpartition("@")[0])
 
     return chosen
+
+
+def _question(cache: PersistentCache, which: Callable[[CacheEntry], bool], everything: bool) -> str:
+    """What `clear` asks; everything has damaged files and those of other versions in it, too."""
+    count = sum(map(which, cache.entries()))
+    others = len(cache.files()) - count if everything else 0
+    more = f" and {_files(others)} that cannot be read here" if others else ""
+    return f"Remove {_entries(count)}{more} from {cache.path}"
 
 
 def _shown(row: dict[str, Any]) -> str:

@@ -83,8 +83,8 @@ def _fitting(kernel: Any, inv: Any, cfg: Any, heuristic: Any) -> Any:
 
 def _why_passed_over(kernel: Any, inv: Any, tier: str, cfg: Any, given: Any) -> str | None:
     """Why a tier's config cannot fill what stronger ones left open; `None` where it can."""
-    if kernel.config_cls is not None and not isinstance(given, kernel.config_cls):
-        return f"{tier} passed over: it is a {type(given).__name__}, not a {kernel.config_cls.__name__}"
+    if (kind := other_type(inv, given)) is not None and (kernel.config_cls is not None or tier != "call"):
+        return f"{tier} passed over: it is a {type(given).__name__}, not a {kind.__name__}"
     backend, fixed = getattr(given, "backend", None), getattr(cfg, "backend", None)
     if fixed is not None and backend not in (None, fixed):
         return f"{tier} is for {backend}, {fixed} was asked for"
@@ -93,6 +93,21 @@ def _why_passed_over(kernel: Any, inv: Any, tier: str, cfg: Any, given: Any) -> 
             raise UnsupportedError(f"{kernel.op_id_v}: backend={backend!r} was asked for, but {reason}")
         return f"{tier} passed over: {reason}"
     return None
+
+
+def other_type(inv: Any, cfg: Any) -> type | None:
+    """The type of a kernel's configs, where one is of another; `None` where it fits.
+
+    A kernel that declares none has configs of the type of its heuristic, if that has one.
+    """
+    kernel = inv.kernel
+    if kernel.config_cls is not None:
+        return None if isinstance(cfg, kernel.config_cls) else kernel.config_cls
+    try:
+        own = kernel.variant("heuristic_cfg", None, inv.platform, inv)(inv)
+    except Exception:
+        return None
+    return None if own is None or type(cfg) is type(own) else type(own)
 
 
 def is_complete(kernel: Any, cfg: Any) -> bool:

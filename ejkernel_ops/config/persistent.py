@@ -150,7 +150,7 @@ class PersistentCache:
 
     def entries(self) -> Iterator[CacheEntry]:
         """The entries of this version's schema; a damaged file is left out."""
-        for file in self._files():
+        for file in self.files():
             try:
                 yield read_entry(file)
             except (FileNotFoundError, OtherSchemaError):  # removed meanwhile; of another version of this package
@@ -178,7 +178,7 @@ class PersistentCache:
             How many files it removed.
         """
         if which is None:
-            return self._remove(self._files() + self._leftovers(0.0))
+            return self._remove(self.files() + self._leftovers(0.0))
         return self._remove([self.path / entry.file_name for entry in self.entries() if which(entry)])
 
     def sweep(self, max_age: float | None = None) -> int:
@@ -193,7 +193,7 @@ class PersistentCache:
             How many files it removed.
         """
         before = -1.0 if max_age is None else time.time() - max_age
-        return self._remove(self._leftovers() + [file for file in self._files() if self._is_refuse(file, before)])
+        return self._remove(self._leftovers() + [file for file in self.files() if self._is_refuse(file, before)])
 
     def _is_refuse(self, file: Path, before: float) -> bool:
         try:
@@ -212,8 +212,8 @@ class PersistentCache:
 
     # Files
 
-    def _files(self) -> list[Path]:
-        """The files that have the name of an entry; others in the folder are somebody else's."""
+    def files(self) -> list[Path]:
+        """The files that have the name of an entry, damaged or not; others in the folder are somebody else's."""
         return self._listed(lambda folder: [folder / name for name in os.listdir(folder) if FILE_NAME.fullmatch(name)])
 
     def _leftovers(self, seconds: float = _WRITING_S) -> list[Path]:

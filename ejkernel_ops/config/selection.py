@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..execution.measure import inside_trace
 from ..utils.values import stable_json
 from .cache import ConfigCache, Key, count_write, generation
-from .choice import Choice, combine, unread
+from .choice import Choice, combine, other_type, unread
 from .neighbours import Neighbours, neighbours_in, place_of
 from .persistent import PersistentCache
 from .policy import AutotunePolicy, effective, policy_override
@@ -329,8 +329,8 @@ def heuristic(inv: Any, backend: str | None = None) -> Any:
 def why_illegal(inv: Any, cfg: Any) -> str | None:
     """Why a stored or proposed config may not be used for a call; `None` where it may."""
     kernel = inv.kernel
-    if kernel.config_cls is not None and not isinstance(cfg, kernel.config_cls):
-        return f"a {type(cfg).__name__}, expected a {kernel.config_cls.__name__}"
+    if (kind := other_type(inv, cfg)) is not None:
+        return f"a {type(cfg).__name__}, expected a {kind.__name__}"
     backend = getattr(cfg, "backend", None)
     if backend is not None and (reason := kernel.why_not(inv, backend)) is not None:
         return reason

@@ -31,6 +31,7 @@ _PATH = re.compile(r"`\$([^`]*)`$")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 _Ms = Annotated[float, msgspec.Meta(ge=0)] | None
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Op = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}@v[A-Za-z0-9_.-]{1,32}\Z")]
 
@@ -63,7 +64,7 @@ class _ResultForm(msgspec.Struct, forbid_unknown_fields=True):
     schema: int
     device: str
     versions: dict[str, str]
-    step_ms: tuple[float, float] | None
+    step_ms: tuple[_Positive, _Positive] | None
     notes: list[str]
     skipped: list[tuple[str, str]]
     entries: list[_EntryForm]

@@ -113,11 +113,11 @@ def linear_cross_entropy(
         label_smoothing=_in_range("label_smoothing", label_smoothing, 0.0, 1.0, "in [0, 1]") or 0.0,
         logits_dtype=None if logits_dtype is None else logits_dtype.name,
     )
+    hidden, weight = flat_rows(hidden).astype(dtype), weight.astype(_held_type(weight.dtype, dtype))
     wide = accumulated(hidden, weight)
     flat, coefficients = _canonical(labels.reshape(-1), token_weights, vocab, ignore_index, reduction, wide)
-    weight = weight.astype(jnp.promote_types(dtype, weight.dtype))
     out = default_executor()(
-        LINEAR_CROSS_ENTROPY, flat_rows(hidden).astype(dtype), weight, flat, bias, coefficients,
+        LINEAR_CROSS_ENTROPY, hidden, weight, flat, bias, coefficients,
         cfg=explicit_config(LinearCrossEntropyConfig, config, cfg, backend), loss=loss, reduce=reduction != "none",
         precision=canonical_precision(precision),
     )  # fmt: skip
@@ -154,6 +154,12 @@ def _check_types(**arrays: Any) -> None:
     for name, x in arrays.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name} is {x.dtype}; expected a float type")
+
+
+def _held_type(weight: Any, dtype: Any) -> Any:
+    """The type of the weight, in which its gradient is: no narrower than products, no wider than their sums."""
+    sums = jnp.promote_types(dtype, jnp.float32)
+    return jnp.promote_types(weight if jnp.promote_types(weight, sums) == sums else sums, dtype)
 
 
 def _float_type(name: str, dtype: Any) -> Any:
