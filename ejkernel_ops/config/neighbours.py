@@ -7,19 +7,26 @@ import json
 import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
 
 from ..core.call import call_like
 from ..errors import CacheFormatError, ConfigError
 from ..utils.fingerprint import is_array
 from ..utils.values import short_hash, stable_json
 from .cache import Key, count_write
-from .persistent import PersistentCache
-from .schema import from_plain, to_json
+from .schema import from_json, from_plain, to_json
+
+if TYPE_CHECKING:
+    from .persistent import PersistentCache  # which checks the hints that it reads
 
 _FAR = 6.0  # doublings: four times the rows and twice the head_dim is near enough, and little more
 _LAST_AXIS = 3.0  # a width decides more than a count of rows
 _KEPT = 64  # of one kind on disk
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Lengths = list[list[Count]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +88,33 @@ class HintsKey(NamedTuple):
     kind: str
 
 
+def read_hints(text: str, kind: str, config_cls: Any) -> list[Neighbour]:
+    """The tuned calls of one kind that a text holds.
+
+    Args:
+        text: what `dump_hints` returned.
+        kind: that of their places.
+        config_cls: the type of their configs; `Any` leaves them as JSON data.
+
+    Raises:
+        CacheFormatError: the text holds something else.
+    """
+    stored: list = from_json(text, list[tuple[Lengths, Any]])
+    return [
+        Neighbour(Place(kind, tuple(map(tuple, lengths))), None if cfg is None else from_plain(cfg, config_cls))
+        for lengths, cfg in stored
+    ]
+
+
+def dump_hints(known: Iterable[Neighbour]) -> str:
+    """The text that `read_hints` reads.
+
+    Raises:
+        ConfigError: a config without a JSON form.
+    """
+    return json.dumps([[n.place.lengths, None if n.cfg is None else json.loads(to_json(n.cfg))] for n in known])
+
+
 class Neighbours:
     """The tuned calls that a selector knows of, by kind, in memory and on its disk.
 
@@ -135,23 +169,17 @@ class Neighbours:
     def _read(self, key: HintsKey, config_cls: Any) -> list[Neighbour]:
         if self._persistent is None or config_cls is None:
             return []
+        stored = self._persistent.get(key)
         try:
-            stored = json.loads(self._persistent.get(key) or "[]")
-            return [
-                Neighbour(
-                    Place(key.kind, tuple(map(tuple, lengths))), None if cfg is None else from_plain(cfg, config_cls)
-                )
-                for lengths, cfg in stored
-            ]
-        except (ValueError, TypeError, CacheFormatError):  # written by another version
+            return read_hints(stored, key.kind, config_cls) if isinstance(stored, str) else []
+        except CacheFormatError:  # of a cache of the user's, which checks nothing
             return []
 
     def _write(self, key: HintsKey, known: list[Neighbour]) -> None:
         if self._persistent is None:
             return
         try:
-            plain = [[n.place.lengths, None if n.cfg is None else json.loads(to_json(n.cfg))] for n in known]
-            self._persistent.put(key, json.dumps(plain))
+            self._persistent.put(key, dump_hints(known))
         except ConfigError:  # a config without a JSON form; who stores it says so
             return
 
