@@ -88,7 +88,7 @@ class HintsKey(NamedTuple):
     kind: str
 
 
-def read_hints(text: str, kind: str, config_cls: Any) -> list[Neighbour]:
+def read_hints(text: Any, kind: str, config_cls: Any) -> list[Neighbour]:
     """The tuned calls of one kind that a text holds.
 
     Args:
@@ -99,7 +99,7 @@ def read_hints(text: str, kind: str, config_cls: Any) -> list[Neighbour]:
     Raises:
         CacheFormatError: the text holds something else.
     """
-    stored: list = from_json(text, list[tuple[Lengths, Any]])
+    stored: list = from_json(from_plain(text, str), list[tuple[Lengths, Any]])
     return [
         Neighbour(Place(kind, tuple(map(tuple, lengths))), None if cfg is None else from_plain(cfg, config_cls))
         for lengths, cfg in stored
@@ -113,6 +113,14 @@ def dump_hints(known: Iterable[Neighbour]) -> str:
         ConfigError: a config without a JSON form.
     """
     return json.dumps([[n.place.lengths, None if n.cfg is None else json.loads(to_json(n.cfg))] for n in known])
+
+
+def merge_hints(first: Iterable[Neighbour], others: Iterable[Neighbour]) -> list[Neighbour]:
+    """The first and the others in this order, as many as are kept; of a call that is in both, the first's."""
+    known: dict[Place, Neighbour] = {}
+    for neighbour in (*first, *others):
+        known.setdefault(neighbour.place, neighbour)
+    return list(known.values())[:_KEPT]
 
 
 class Neighbours:
@@ -133,8 +141,7 @@ class Neighbours:
     def add(self, device: str, inv: Any, place: Place, cfg: Any) -> None:
         """Adds a tuned call; `cfg` is `None` where its heuristic won."""
         with self._lock:
-            known = [n for n in self._merged(device, place.kind, inv) if n.place != place]
-            known = [Neighbour(place, cfg), *known][:_KEPT]
+            known = merge_hints([Neighbour(place, cfg)], self._merged(device, place.kind, inv))
             self._known[device, place.kind] = known
         self._write(HintsKey(device, inv.op_id_v, place.kind), known)
 
@@ -161,17 +168,15 @@ class Neighbours:
 
     def _merged(self, device: str, kind: str, inv: Any) -> list[Neighbour]:
         """What this process knows, and what others have written since it looked."""
-        known = self._of(device, kind, inv)
-        places = {n.place for n in known}
         key = HintsKey(device, inv.op_id_v, kind)
-        return known + [n for n in self._read(key, inv.kernel.config_cls) if n.place not in places]
+        return merge_hints(self._of(device, kind, inv), self._read(key, inv.kernel.config_cls))
 
     def _read(self, key: HintsKey, config_cls: Any) -> list[Neighbour]:
         if self._persistent is None or config_cls is None:
             return []
         stored = self._persistent.get(key)
         try:
-            return read_hints(stored, key.kind, config_cls) if isinstance(stored, str) else []
+            return [] if stored is None else read_hints(stored, key.kind, config_cls)
         except CacheFormatError:  # of a cache of the user's, which checks nothing
             return []
 
