@@ -21,7 +21,7 @@ SCENARIOS = (
 
 
 def run_two(folder, *scenarios, limit=100.0):
-    """What each of two processes printed, by scenario; both are killed where they take longer."""
+    """The exit status of two processes, what each printed, by scenario, and its errors; none may take longer."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -39,13 +39,16 @@ def run_two(folder, *scenarios, limit=100.0):
             processes.append(subprocess.Popen(command, stdout=streams[0], stderr=streams[1], env=env))
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
-        deadline = time.monotonic() + limit
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # what was printed before it hung says where
+        deadline, hung = time.monotonic() + limit, []
+        for rank, process in enumerate(processes):
+            try:
                 process.wait(max(0.1, deadline - time.monotonic()))
-    codes = [process.returncode for process in processes]
+            except subprocess.TimeoutExpired:
+                hung.append(rank)
     lines = [[line for line in out.read_text().splitlines() if line.startswith('["')] for out, _ in files]
-    return codes, [dict(map(json.loads, found)) for found in lines], [err.read_text() for _, err in files]
+    found, errors = [dict(map(json.loads, each)) for each in lines], [err.read_text() for _, err in files]
+    assert not hung, f"processes {hung} were killed after {limit} s; they had printed {found}; errors: {errors}"
+    return [process.returncode for process in processes], found, errors
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +130,13 @@ def test_without_sync_the_whole_step_is_left_out_and_a_note_says_so(said):
 
 def test_who_does_not_come_is_told_after_a_while(said):
     assert "waiting: not every process came here; 0.5 s are waited at most" in said["late"][0]
+
+
+def test_a_process_that_hangs_fails_whatever_its_test_expects(tmp_path):
+    with pytest.raises(
+        AssertionError, match=r"processes \[0, 1\] were killed after 0.2 s; they had printed \[{}, {}\]"
+    ):
+        run_two(tmp_path, "same", limit=0.2)
 
 
 def test_a_process_that_dies_while_it_tunes_leaves_no_other_waiting(tmp_path):
