@@ -16,7 +16,8 @@ TESTS = Path(__file__).parent
 SCENARIOS = (
     "synced", "alone", "same", "different", "nested_in_another_order", "one_tunes_and_one_enters", "first_fails",
     "second_has_no_program", "other_programs", "calls_ask_nobody", "own_tuning_changes_no_call", "disk_of_the_first",
-    "whole_step", "whole_step_alone", "late",
+    "whole_step", "whole_step_alone", "entered_while_another_thread_waits", "interrupted", "interrupted_at_work",
+    "late",
 )  # fmt: skip
 
 
@@ -128,14 +129,27 @@ def test_without_sync_the_whole_step_is_left_out_and_a_note_says_so(said):
         assert "the whole step was not timed: with several processes that needs sync=True" in notes
 
 
-def test_who_does_not_come_is_told_after_a_while(said):
-    assert "waiting: not every process came here; 0.5 s are waited at most" in said["late"][0]
+def test_who_does_not_come_in_time_is_named_to_all_and_is_told_too(said):
+    assert said["late"] == [[
+        "ConfigError",
+        "waiting: not every process came here; 0.5 s are waited at most, and process 1 was missing. All must tune, and "
+        "enter the same results, in the same order", 64.0,
+    ]] * 2  # fmt: skip
+
+
+def test_a_result_that_was_compared_is_entered_while_another_thread_waits_for_tuning(said):
+    assert said["entered_while_another_thread_waits"] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["interrupted", "interrupted_at_work"])
+def test_an_interrupt_is_heard_while_another_process_works_and_is_told_to_it(said, name):
+    (heard_in_time, *error), interrupted = said[name]
+    assert (interrupted, heard_in_time) == ("KeyboardInterrupt", True)
+    assert error == ["TuningError", "waiting failed in process 1: KeyboardInterrupt: "]
 
 
 def test_a_process_that_hangs_fails_whatever_its_test_expects(tmp_path):
-    with pytest.raises(
-        AssertionError, match=r"processes \[0, 1\] were killed after 0.2 s; they had printed \[{}, {}\]"
-    ):
+    with pytest.raises(AssertionError, match=r"processes \[0, 1\] were killed after 0.2 s; they had printed"):
         run_two(tmp_path, "same", limit=0.2)
 
 
