@@ -22,7 +22,6 @@ from told import TOLD
 
 import ejkernel_ops as ek
 import ejlayers
-from ejkernel_ops.core.snapshot import overlay_digest
 from ejkernel_ops.execution import hosts
 from ejkernel_ops.execution.trial import Tuned
 
@@ -109,7 +108,7 @@ def synced():
 def alone():
     result = ek.autotune_lowered(selector(Noisy()), lowered())
     with ek.overlay_cache(result.as_overlay()):
-        return {"programs": programs(), "digest": overlay_digest(result.as_overlay())}
+        return {"programs": programs(), "digest": result.digest}
 
 
 def result_of(cfg):

@@ -80,7 +80,7 @@ def test_the_same_results_are_entered_nested_and_again_and_count_inside_alone(sa
 STOPS = {  # what is planted -> the error of each process
     "different": (
         "ConfigError", "ConfigError",
-        r"entering a result in process 0: digest \w{16} \w{16} over none, but in process 1: digest \w",
+        r"entering a result in process 0: digest \w{16} over none, but in process 1: digest \w",
     ),
     "nested_in_another_order": ("ConfigError", "ConfigError", "but in process 1"),
     "one_tunes_and_one_enters": (

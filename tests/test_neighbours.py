@@ -268,6 +268,23 @@ def test_equal_results_have_equal_neighbours_in_whatever_order_they_were_merged(
     assert found == [4, 4]  # of two that are equally near the smaller
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["with_places", "without_places"])
+def test_near_shapes_depend_on_the_result_that_is_entered_and_not_on_those_before(first):
+    placed = ek.autotune_lowered(ek.ConfigSelectorChain(tuner=Picks()), lowered(8))
+    bare = dataclasses.replace(placed, entries=tuple(dataclasses.replace(e, place=None) for e in placed.entries))
+    assert placed.digest != bare.digest
+    ek.set_default_selector(ek.ConfigSelectorChain())
+    step = jax.jit(lambda x: TILED(x))
+    found = {}
+    for result in (placed, bare)[:: -1 if first else 1]:
+        with result:
+            found[result is placed] = [int(step(jnp.zeros((rows, 4)))[0]) for rows in (8, 16)]
+    assert found == {True: [4, 4], False: [4, 1]}
+    inner = ek.overlay_cache(dict.fromkeys(placed.as_overlay(), Tile(2)))
+    with placed, inner:  # places of the outer one, configs of the inner one
+        assert [int(step(jnp.zeros((rows, 4)))[0]) for rows in (8, 16)] == [2, 2]
+
+
 def test_what_was_tuned_in_another_process_can_be_forgotten_and_what_others_wrote_stays(tmp_path):
     def chain():
         return ek.ConfigSelectorChain(tuner=Picks(), persistent=ek.PersistentCache(tmp_path))

@@ -6,16 +6,16 @@ import dataclasses
 import json
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
 from ..core.call import call_like
+from ..core.snapshot import Overlay
 from ..errors import CacheFormatError, ConfigError
 from ..utils.fingerprint import is_array
 from ..utils.values import short_hash, stable_json
-from .cache import Key, count_write
 from .schema import from_json, from_plain, to_json
 
 if TYPE_CHECKING:
@@ -189,25 +189,11 @@ class Neighbours:
             return
 
 
-# Of results: who enters one passes on its keys and configs; where they lie is a function of the key.
-
-_placed: dict[Key, tuple[Place, Any]] = {}
-
-
-def remember_places(placed: Mapping[Key, tuple[Place, Any]]) -> None:
-    """Keeps where the calls of a result lie, and their heuristic configs, so that overlays have neighbours."""
-    if any(_placed.get(key) != found for key, found in placed.items()):
-        _placed.update(placed)
-        count_write()
-
-
-def neighbours_in(overlay: Mapping[Key, Any], device: str, op_id_v: str, place: Place) -> list[Neighbour]:
+def neighbours_in(overlay: Overlay, device: str, op_id_v: str, place: Place) -> list[Neighbour]:
     """The calls of an overlay near one, the nearest first."""
-    known = [key for key in overlay if key in _placed and key.device == device and key.op_id_v == op_id_v]
-    if not known:
-        return []
     found = []
-    for key in known:
-        there, heuristic = _placed[key]
-        found.append(Neighbour(there, None if overlay[key] == heuristic else overlay[key]))
+    for key, (there, heuristic) in overlay.places.items():
+        if key.device == device and key.op_id_v == op_id_v:
+            cfg = overlay.configs[key]
+            found.append(Neighbour(there, None if cfg == heuristic else cfg))
     return nearest(place, found)
