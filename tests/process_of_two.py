@@ -1,9 +1,12 @@
 """One of two processes of `jax.distributed` on one machine: does what `test_hosts.py` asks for, and prints it."""
 
+import concurrent.futures
 import hashlib
 import json
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -19,7 +22,6 @@ from told import TOLD
 
 import ejkernel_ops as ek
 import ejlayers
-from ejkernel_ops.core.snapshot import overlay_digest
 from ejkernel_ops.execution import hosts
 from ejkernel_ops.execution.trial import Tuned
 
@@ -106,7 +108,7 @@ def synced():
 def alone():
     result = ek.autotune_lowered(selector(Noisy()), lowered())
     with ek.overlay_cache(result.as_overlay()):
-        return {"programs": programs(), "digest": overlay_digest(result.as_overlay())}
+        return {"programs": programs(), "digest": result.digest}
 
 
 def result_of(cfg):
@@ -187,14 +189,54 @@ def whole_step_alone():
     return list(ejlayers.tune(jax.jit(lambda x: TOLD(x)), jnp.ones(1), selector=selector(Noisy())).notes)
 
 
-def late():  # the last: afterwards one process has been where the other has not
-    if RANK:
-        time.sleep(2)
-        return None
+def appears(name):
+    """Whether the other process has made a file, before long."""
+    deadline = time.monotonic() + 10.0
+    while not (FOLDER / name).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return (FOLDER / name).exists()
+
+
+def entered_while_another_thread_waits():
+    with result_of(7):
+        pass
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(hosts.from_first, "tuning", lambda: appears("entered1"))
+        time.sleep(0.5)
+        with result_of(7):
+            (FOLDER / f"entered{RANK}").touch()
+        return waits.result()
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+
+
+def interrupted(first=False):
+    """Process 1 gets a Ctrl-C while it waits, or before, and process 0 works until that is heard."""
+    if RANK == 0:
+        came = []
+        error = raised(lambda: hosts.from_first("waiting", lambda: came.append(appears(f"heard{first}"))))
+        return [*came, *error[:2]]
     try:
-        return hosts.together("waiting", str, str, 0.5)
-    except ek.ConfigError as error:
-        return str(error)
+        if first:
+            hosts.together("waiting", interrupt, str)
+        threading.Timer(0.5, interrupt).start()
+        hosts.from_first("waiting", str)
+    except KeyboardInterrupt as error:
+        (FOLDER / f"heard{first}").touch()
+        summed()
+        return type(error).__name__
+
+
+def interrupted_at_work():
+    return interrupted(first=True)
+
+
+def late():
+    time.sleep(2.0 * RANK)
+    return raised(lambda: hosts.together("waiting", str, str, 0.5))
 
 
 def first_dies():  # the only one of its run

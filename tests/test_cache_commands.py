@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 from ejkernel_ops import FwdParams, Key, LinearConfig, PersistentCache
 from ejkernel_ops.__main__ import main
 from ejkernel_ops.config import persistent
-from ejkernel_ops.config.neighbours import HintsKey
+from ejkernel_ops.config.neighbours import HintsKey, Neighbour, Place, dump_hints, read_hints
 
 pytestmark = pytest.mark.once
 
@@ -165,6 +166,43 @@ def test_import_leaves_what_is_here_unless_told(folder, capsys, tmp_path):
     assert PersistentCache().get(LINEAR) == mine
     assert "1 entry of 1" in told(capsys, "import", file, "--replace")[1]
     assert PersistentCache().get(LINEAR) == CONFIG
+
+
+HINTS, LARGER = HintsKey(CPU, "linear@v1", "e" * 16), FwdParams(blocksize_m=7)
+
+
+def hints(*calls):
+    """Hints for calls of these rows, a config of each."""
+    plain = [Neighbour(Place(HINTS.kind, ((rows, 4),)), LinearConfig(fwd=fwd)) for rows, fwd in calls]
+    return dump_hints(plain)
+
+
+@pytest.mark.parametrize("options", [(), ("--replace",)], ids=["here_wins", "the_file_wins"])
+def test_import_merges_hints(options, folder, capsys, tmp_path):
+    file, cache = str(tmp_path / "entries.json"), PersistentCache()
+    cache.put(HINTS, hints((8, LARGER), (16, LARGER)))
+    told(capsys, "export", file, "--op", "linear", "--device", "cpu")
+    cache.put(HINTS, hints((32, None), (8, None)))
+    assert told(capsys, "import", file, *options) == (0, f"1 entry of 2 imported into {folder}\n", "")
+    merged = read_hints(cache.get(HINTS), HINTS.kind, LinearConfig)
+    found = {n.place.lengths[0][0]: n.cfg.fwd for n in merged}
+    assert found == {8: LARGER if options else None, 16: LARGER, 32: None}
+    assert told(capsys, "import", file, *options)[1].startswith("0 entries of 2")
+
+
+@pytest.mark.parametrize("bad", ["[3]", [3]], ids=["text", "no_text"])
+def test_import_repairs_hints_that_are_bad_here_and_refuses_those_that_are_bad_there(bad, folder, capsys, tmp_path):
+    file, cache = str(tmp_path / "entries.json"), PersistentCache()
+    cache.put(HINTS, good := hints((8, LARGER)))
+    told(capsys, "export", file, "--op", "linear", "--device", "cpu")
+    cache.put(HINTS, bad)
+    assert told(capsys, "import", file)[1].startswith("1 entry of 2")
+    assert cache.get(HINTS) == good
+    cache.put(HINTS, bad)
+    told(capsys, "export", file, "--op", "linear", "--device", "cpu")
+    status, _, err = told(capsys, "import", file)
+    assert (status, err.count("\n")) == (2, 1)
+    assert re.search(r"entry \d of 2: not a (list|str)", err)
 
 
 ENTRY = '"blocksize_m": 2'

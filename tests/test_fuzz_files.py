@@ -6,12 +6,16 @@ import os
 import time
 import warnings
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_ops import CacheFormatError, FwdParams, Key, LinearConfig, PersistentCache
+from ejkernel_ops import CacheFormatError, FwdParams, Invocation, Key, LinearConfig, PersistentCache
 from ejkernel_ops.commands.cache import described
 from ejkernel_ops.config.entry import CacheEntry, dump_entries, load_entries, read_entry
+from ejkernel_ops.config.neighbours import HintsKey, Neighbours, place_of
+from ejkernel_ops.config.schema import to_json
+from ejkernel_ops.kernels import LINEAR
 
 from .fuzzed import ODD, altered, counts, damaged
 
@@ -61,6 +65,28 @@ def test_a_forged_file_with_a_right_checksum_is_a_miss_or_a_config_of_the_kernel
         assert config is None or isinstance(config, LinearConfig)
         missed += config is None
     assert 0.2 * count < missed < count
+
+
+@counts(1000, 10_000)
+def test_forged_hints_with_a_right_checksum_break_no_call_nearby(count, tmp_path):
+    cache = PersistentCache(tmp_path)
+    config = json.loads(to_json(CONFIG))
+    call = Invocation(LINEAR, (jnp.ones((8, 128)), jnp.ones((128, 64))))
+    place = place_of(call)
+    key = HintsKey(KEY.device, KEY.op_id_v, place.kind)
+    cache.put(key, "[]")
+    file, found = tmp_path / next(cache.entries()).file_name, 0
+    entry = read_entry(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for hints in altered([[[[16, 128], [128, 64]], config], [[[32, 128], [128, 64]], None]], count):
+            file.write_text(dataclasses.replace(entry, config=json.dumps(hints)).dumps())
+            near = Neighbours(cache).of(KEY.device, call, place)
+            assert all(n.cfg is None or isinstance(n.cfg, LinearConfig) for n in near)
+            found += bool(near)
+    failed = cache.stats["read failed: corrupt"]
+    assert 0.1 * count < failed < 0.9 * count
+    assert 0.1 * count < found <= count - failed
 
 
 REFUSED = {

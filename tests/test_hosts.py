@@ -16,12 +16,13 @@ TESTS = Path(__file__).parent
 SCENARIOS = (
     "synced", "alone", "same", "different", "nested_in_another_order", "one_tunes_and_one_enters", "first_fails",
     "second_has_no_program", "other_programs", "calls_ask_nobody", "own_tuning_changes_no_call", "disk_of_the_first",
-    "whole_step", "whole_step_alone", "late",
+    "whole_step", "whole_step_alone", "entered_while_another_thread_waits", "interrupted", "interrupted_at_work",
+    "late",
 )  # fmt: skip
 
 
 def run_two(folder, *scenarios, limit=100.0):
-    """What each of two processes printed, by scenario; both are killed where they take longer."""
+    """The exit status of two processes, what each printed, by scenario, and its errors; none may take longer."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -39,13 +40,16 @@ def run_two(folder, *scenarios, limit=100.0):
             processes.append(subprocess.Popen(command, stdout=streams[0], stderr=streams[1], env=env))
             stack.callback(processes[-1].wait)
             stack.callback(processes[-1].kill)
-        deadline = time.monotonic() + limit
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # what was printed before it hung says where
+        deadline, hung = time.monotonic() + limit, []
+        for rank, process in enumerate(processes):
+            try:
                 process.wait(max(0.1, deadline - time.monotonic()))
-    codes = [process.returncode for process in processes]
+            except subprocess.TimeoutExpired:
+                hung.append(rank)
     lines = [[line for line in out.read_text().splitlines() if line.startswith('["')] for out, _ in files]
-    return codes, [dict(map(json.loads, found)) for found in lines], [err.read_text() for _, err in files]
+    found, errors = [dict(map(json.loads, each)) for each in lines], [err.read_text() for _, err in files]
+    assert not hung, f"processes {hung} were killed after {limit} s; they had printed {found}; errors: {errors}"
+    return [process.returncode for process in processes], found, errors
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +80,7 @@ def test_the_same_results_are_entered_nested_and_again_and_count_inside_alone(sa
 STOPS = {  # what is planted -> the error of each process
     "different": (
         "ConfigError", "ConfigError",
-        r"entering a result in process 0: digest \w{16} \w{16} over none, but in process 1: digest \w",
+        r"entering a result in process 0: digest \w{16} over none, but in process 1: digest \w",
     ),
     "nested_in_another_order": ("ConfigError", "ConfigError", "but in process 1"),
     "one_tunes_and_one_enters": (
@@ -125,8 +129,28 @@ def test_without_sync_the_whole_step_is_left_out_and_a_note_says_so(said):
         assert "the whole step was not timed: with several processes that needs sync=True" in notes
 
 
-def test_who_does_not_come_is_told_after_a_while(said):
-    assert "waiting: not every process came here; 0.5 s are waited at most" in said["late"][0]
+def test_who_does_not_come_in_time_is_named_to_all_and_is_told_too(said):
+    assert said["late"] == [[
+        "ConfigError",
+        "waiting: not every process came here; 0.5 s are waited at most, and process 1 was missing. All must tune, and "
+        "enter the same results, in the same order", 64.0,
+    ]] * 2  # fmt: skip
+
+
+def test_a_result_that_was_compared_is_entered_while_another_thread_waits_for_tuning(said):
+    assert said["entered_while_another_thread_waits"] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["interrupted", "interrupted_at_work"])
+def test_an_interrupt_is_heard_while_another_process_works_and_is_told_to_it(said, name):
+    (heard_in_time, *error), interrupted = said[name]
+    assert (interrupted, heard_in_time) == ("KeyboardInterrupt", True)
+    assert error == ["TuningError", "waiting failed in process 1: KeyboardInterrupt: "]
+
+
+def test_a_process_that_hangs_fails_whatever_its_test_expects(tmp_path):
+    with pytest.raises(AssertionError, match=r"processes \[0, 1\] were killed after 0.2 s; they had printed"):
+        run_two(tmp_path, "same", limit=0.2)
 
 
 def test_a_process_that_dies_while_it_tunes_leaves_no_other_waiting(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 import ejkernel_ops as ek
 from ejkernel_ops.config.choice import parse_description
-from ejkernel_ops.config.neighbours import Place, place_of
+from ejkernel_ops.config.neighbours import HintsKey, Place, place_of
 from ejkernel_ops.execution.trial import Trial, Tuned
 from ejkernel_ops.utils.meta import call_sites
 
@@ -169,6 +169,45 @@ def test_neighbours_outlive_the_process_on_disk(tmp_path):
         assert used(16) == 1
 
 
+def hints_on_disk(path):
+    """The one entry of hints, and its file."""
+    [entry] = [entry for entry in ek.PersistentCache(path).entries() if isinstance(entry.value, HintsKey)]
+    return entry, path / entry.file_name
+
+
+FORGED = {
+    "no JSON": "[",
+    "lengths that are texts": '[[[["a", "b"], ["c", "d"]], null]]',
+    "a length that is too long for a float": f"[[[[1{'0' * 400}, 4]], null]]",
+    "a length below zero": "[[[[-8, 4]], null]]",
+    "nesting without an end": "[" * 100_000,
+    "no lengths": "[3]",
+    "another config": '[[[[8, 4]], {"tile": 4}]]',
+    "a config of another type": '[[[[8, 4]], {"size": "4"}]]',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FORGED.values(), ids=FORGED)
+def test_hints_on_disk_that_are_forged_are_a_miss_that_is_told_once(text, tmp_path):
+    ek.autotune_lowered(ek.ConfigSelectorChain(tuner=Picks(), persistent=ek.PersistentCache(tmp_path)), lowered(8))
+    entry, file = hints_on_disk(tmp_path)
+    file.write_text(dataclasses.replace(entry, config=text).dumps())
+    cache = ek.PersistentCache(tmp_path)
+    ek.set_default_selector(ek.ConfigSelectorChain(persistent=cache))
+    with pytest.warns(UserWarning, match="config cache: could not read") as told:
+        assert [used(16), used(32)] == [1, 1]
+    assert len(told) == 1
+    assert cache.stats["read failed: corrupt"] == 1
+
+
+def test_hints_of_a_cache_for_one_type_of_configs_are_found(tmp_path):
+    for rows, expected in ((8, []), (32, [Tile(4)])):
+        chain = ek.ConfigSelectorChain(tuner=Picks(), persistent=ek.PersistentCache(tmp_path, cfg_type=Tile))
+        ek.autotune_lowered(chain, lowered(rows))
+        assert chain.tuner.hints == [expected]
+        assert not [name for name in chain.persistent.stats if "failed" in name]
+
+
 def test_what_is_forgotten_is_no_neighbour(chain):
     result = ek.autotune_lowered(chain, lowered(8))
     [key] = result.as_overlay()
@@ -227,6 +266,23 @@ def test_equal_results_have_equal_neighbours_in_whatever_order_they_were_merged(
         with result:
             found.append(int(jax.jit(lambda x: TILED(x))(jnp.zeros((16, 4)))[0]))
     assert found == [4, 4]  # of two that are equally near the smaller
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["with_places", "without_places"])
+def test_near_shapes_depend_on_the_result_that_is_entered_and_not_on_those_before(first):
+    placed = ek.autotune_lowered(ek.ConfigSelectorChain(tuner=Picks()), lowered(8))
+    bare = dataclasses.replace(placed, entries=tuple(dataclasses.replace(e, place=None) for e in placed.entries))
+    assert placed.digest != bare.digest
+    ek.set_default_selector(ek.ConfigSelectorChain())
+    step = jax.jit(lambda x: TILED(x))
+    found = {}
+    for result in (placed, bare)[:: -1 if first else 1]:
+        with result:
+            found[result is placed] = [int(step(jnp.zeros((rows, 4)))[0]) for rows in (8, 16)]
+    assert found == {True: [4, 4], False: [4, 1]}
+    inner = ek.overlay_cache(dict.fromkeys(placed.as_overlay(), Tile(2)))
+    with placed, inner:  # places of the outer one, configs of the inner one
+        assert [int(step(jnp.zeros((rows, 4)))[0]) for rows in (8, 16)] == [2, 2]
 
 
 def test_what_was_tuned_in_another_process_can_be_forgotten_and_what_others_wrote_stays(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import typer
 
 from ..config.cache import Key, is_key
 from ..config.entry import CacheEntry, dump_entries, load_entries
-from ..config.neighbours import HintsKey
+from ..config.neighbours import HintsKey, Neighbour, dump_hints, merge_hints, read_hints
 from ..config.persistent import PersistentCache
 from ..errors import CacheFormatError, ConfigError
 from ..utils.files import replace_file
@@ -107,16 +109,30 @@ def import_entries(
     replace: Annotated[bool, typer.Option(help="Replace entries that are here with another config.")] = False,
     modules: Modules = None,
 ) -> int:
-    """Takes the entries of a file, all or none."""
+    """Takes the entries of a file, all or none; hints for shapes nearby are added to those that are here."""
     import_modules(modules)
     cache, entries = PersistentCache(), load_entries(file.read_bytes())
-    here = {entry.file_name: entry.config for entry in cache.entries()}
-    news = [e for e in entries if e.file_name not in here or (replace and here[e.file_name] != e.config)]
+    here = {entry.file_name: entry for entry in cache.entries()}
+    pairs = [(here.get(entry.file_name), entry) for entry in entries]
+    wanted = [entry if old is None else _combined(old, entry, replace) for old, entry in pairs]
+    news = [new for (old, _), new in zip(pairs, wanted) if old is None or old.config != new.config]
     stored = sum(map(cache.put_entry, news))
     print(f"{_entries(stored)} of {len(entries)} imported into {cache.path}")
-    if kept := sum(here.get(entry.file_name, entry.config) != entry.config for entry in entries) * (not replace):
+    if kept := sum(new is old and new.config != entry.config for (old, entry), new in zip(pairs, wanted)):
         print(f"{_entries(kept)} stayed as here, where the file has another config; --replace takes the file's")
     return _status(cache)
+
+
+def _combined(old: CacheEntry, new: CacheEntry, replace: bool) -> CacheEntry:
+    """What is kept of two entries of one key: of hints both, since each is for a call of its own."""
+    first, other = (new, old) if replace else (old, new)
+    if not described(new)["hints"]:
+        return first
+    known: list[Neighbour] = []
+    for entry in (first, other):
+        with contextlib.suppress(CacheFormatError):  # what is here may be damaged; the file was checked
+            known = merge_hints(known, read_hints(entry.config, "", Any))
+    return dataclasses.replace(first, config=dump_hints(known))
 
 
 def described(entry: CacheEntry) -> dict[str, Any]:

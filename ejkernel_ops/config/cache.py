@@ -6,9 +6,10 @@ import contextlib
 import functools
 import threading
 from collections.abc import Hashable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..core.snapshot import Reentrant, entered, overlay_digest, with_overlay
+from ..core.snapshot import Overlay, Reentrant, entered, with_overlay
 from ..errors import ConfigError
 
 
@@ -171,9 +172,13 @@ class overlay_cache(Reentrant):  # documented as a function
                 raise ConfigError(f"the config of {key} is None; expected a config: leave out what has none")
 
     @functools.cached_property
+    def _overlay(self) -> Overlay:
+        return Overlay(MappingProxyType(dict(self.configs)))
+
+    @property
     def digest(self) -> str:
         """Digest of the content, equal in every process."""
-        return overlay_digest(self.configs)
+        return self._overlay.digest
 
     def _open(self) -> contextlib.AbstractContextManager:
-        return entered(functools.partial(with_overlay, configs=self.configs, digest=self.digest))
+        return entered(functools.partial(with_overlay, overlay=self._overlay))

@@ -15,6 +15,7 @@ from ..core.kernel import KERNELS
 from ..errors import CacheFormatError
 from ..utils.values import imported_dataclass, value_of
 from .cache import Key, is_key
+from .neighbours import HintsKey, read_hints
 from .schema import from_plain, parse_json
 
 SCHEMA = 3
@@ -138,8 +139,9 @@ def load_entries(text: str | bytes) -> list[CacheEntry]:
     for number, plain in enumerate(body["entries"], 1):
         try:
             found.append(entry := CacheEntry.from_plain(plain))
-            if (kind := _kernel_type(value_of(entry.key))) is not None:
-                from_plain(entry.config, kind)
+            key = value_of(entry.key)
+            if isinstance(key, HintsKey) or _kernel_type(key) is not None:
+                config_of(entry, key)
         except CacheFormatError as error:
             raise CacheFormatError(f"entry {number} of {len(body['entries'])}: {error}") from None
     return found
@@ -150,13 +152,25 @@ def _open(file: str, flags: int) -> int:
     return os.open(file, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
+def config_of(entry: CacheEntry, key: Any, default: type | None = None) -> Any:
+    """The config of an entry, of the type that `config_type` tells.
+
+    Raises:
+        CacheFormatError: there is no such type, or the config is none of it.
+    """
+    cfg = from_plain(entry.config, config_type(key, entry.type, default))
+    if isinstance(key, HintsKey):  # a text that holds configs
+        read_hints(cfg, key.kind, _kernel_type(key) or Any)
+    return cfg
+
+
 def config_type(key: Any, stored: str, default: type | None) -> type:
     """The type of the config under a key: what its kernel declares, else the default, else the stored one.
 
     Raises:
         CacheFormatError: there is none.
     """
-    found = _kernel_type(key) or default or type_named(stored)
+    found = str if isinstance(key, HintsKey) else _kernel_type(key) or default or type_named(stored)
     if found is None:
         raise CacheFormatError(
             f"the type {stored!r} is no plain one, nor a frozen dataclass of a module that is imported here: "
@@ -167,7 +181,7 @@ def config_type(key: Any, stored: str, default: type | None) -> type:
 
 def _kernel_type(key: Any) -> type | None:
     """The type that a kernel of this process declares for its configs."""
-    known = isinstance(key, Key) and is_key(key)  # one that was forged may hold anything
+    known = isinstance(key, (Key, HintsKey)) and is_key(key)  # one that was forged may hold anything
     return getattr(KERNELS.get(key.op_id_v), "config_cls", None) if known else None
 
 

@@ -6,20 +6,27 @@ import dataclasses
 import json
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import msgspec
 
 from ..core.call import call_like
+from ..core.snapshot import Overlay
 from ..errors import CacheFormatError, ConfigError
 from ..utils.fingerprint import is_array
 from ..utils.values import short_hash, stable_json
-from .cache import Key, count_write
-from .persistent import PersistentCache
-from .schema import from_plain, to_json
+from .schema import from_json, from_plain, to_json
+
+if TYPE_CHECKING:
+    from .persistent import PersistentCache  # which checks the hints that it reads
 
 _FAR = 6.0  # doublings: four times the rows and twice the head_dim is near enough, and little more
 _LAST_AXIS = 3.0  # a width decides more than a count of rows
 _KEPT = 64  # of one kind on disk
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Lengths = list[list[Count]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +88,41 @@ class HintsKey(NamedTuple):
     kind: str
 
 
+def read_hints(text: Any, kind: str, config_cls: Any) -> list[Neighbour]:
+    """The tuned calls of one kind that a text holds.
+
+    Args:
+        text: what `dump_hints` returned.
+        kind: that of their places.
+        config_cls: the type of their configs; `Any` leaves them as JSON data.
+
+    Raises:
+        CacheFormatError: the text holds something else.
+    """
+    stored: list = from_json(from_plain(text, str), list[tuple[Lengths, Any]])
+    return [
+        Neighbour(Place(kind, tuple(map(tuple, lengths))), None if cfg is None else from_plain(cfg, config_cls))
+        for lengths, cfg in stored
+    ]
+
+
+def dump_hints(known: Iterable[Neighbour]) -> str:
+    """The text that `read_hints` reads.
+
+    Raises:
+        ConfigError: a config without a JSON form.
+    """
+    return json.dumps([[n.place.lengths, None if n.cfg is None else json.loads(to_json(n.cfg))] for n in known])
+
+
+def merge_hints(first: Iterable[Neighbour], others: Iterable[Neighbour]) -> list[Neighbour]:
+    """The first and the others in this order, as many as are kept; of a call that is in both, the first's."""
+    known: dict[Place, Neighbour] = {}
+    for neighbour in (*first, *others):
+        known.setdefault(neighbour.place, neighbour)
+    return list(known.values())[:_KEPT]
+
+
 class Neighbours:
     """The tuned calls that a selector knows of, by kind, in memory and on its disk.
 
@@ -99,8 +141,7 @@ class Neighbours:
     def add(self, device: str, inv: Any, place: Place, cfg: Any) -> None:
         """Adds a tuned call; `cfg` is `None` where its heuristic won."""
         with self._lock:
-            known = [n for n in self._merged(device, place.kind, inv) if n.place != place]
-            known = [Neighbour(place, cfg), *known][:_KEPT]
+            known = merge_hints([Neighbour(place, cfg)], self._merged(device, place.kind, inv))
             self._known[device, place.kind] = known
         self._write(HintsKey(device, inv.op_id_v, place.kind), known)
 
@@ -127,54 +168,32 @@ class Neighbours:
 
     def _merged(self, device: str, kind: str, inv: Any) -> list[Neighbour]:
         """What this process knows, and what others have written since it looked."""
-        known = self._of(device, kind, inv)
-        places = {n.place for n in known}
         key = HintsKey(device, inv.op_id_v, kind)
-        return known + [n for n in self._read(key, inv.kernel.config_cls) if n.place not in places]
+        return merge_hints(self._of(device, kind, inv), self._read(key, inv.kernel.config_cls))
 
     def _read(self, key: HintsKey, config_cls: Any) -> list[Neighbour]:
         if self._persistent is None or config_cls is None:
             return []
+        stored = self._persistent.get(key)
         try:
-            stored = json.loads(self._persistent.get(key) or "[]")
-            return [
-                Neighbour(
-                    Place(key.kind, tuple(map(tuple, lengths))), None if cfg is None else from_plain(cfg, config_cls)
-                )
-                for lengths, cfg in stored
-            ]
-        except (ValueError, TypeError, CacheFormatError):  # written by another version
+            return [] if stored is None else read_hints(stored, key.kind, config_cls)
+        except CacheFormatError:  # of a cache of the user's, which checks nothing
             return []
 
     def _write(self, key: HintsKey, known: list[Neighbour]) -> None:
         if self._persistent is None:
             return
         try:
-            plain = [[n.place.lengths, None if n.cfg is None else json.loads(to_json(n.cfg))] for n in known]
-            self._persistent.put(key, json.dumps(plain))
+            self._persistent.put(key, dump_hints(known))
         except ConfigError:  # a config without a JSON form; who stores it says so
             return
 
 
-# Of results: who enters one passes on its keys and configs; where they lie is a function of the key.
-
-_placed: dict[Key, tuple[Place, Any]] = {}
-
-
-def remember_places(placed: Mapping[Key, tuple[Place, Any]]) -> None:
-    """Keeps where the calls of a result lie, and their heuristic configs, so that overlays have neighbours."""
-    if any(_placed.get(key) != found for key, found in placed.items()):
-        _placed.update(placed)
-        count_write()
-
-
-def neighbours_in(overlay: Mapping[Key, Any], device: str, op_id_v: str, place: Place) -> list[Neighbour]:
+def neighbours_in(overlay: Overlay, device: str, op_id_v: str, place: Place) -> list[Neighbour]:
     """The calls of an overlay near one, the nearest first."""
-    known = [key for key in overlay if key in _placed and key.device == device and key.op_id_v == op_id_v]
-    if not known:
-        return []
     found = []
-    for key in known:
-        there, heuristic = _placed[key]
-        found.append(Neighbour(there, None if overlay[key] == heuristic else overlay[key]))
+    for key, (there, heuristic) in overlay.places.items():
+        if key.device == device and key.op_id_v == op_id_v:
+            cfg = overlay.configs[key]
+            found.append(Neighbour(there, None if cfg == heuristic else cfg))
     return nearest(place, found)

@@ -16,9 +16,9 @@ from ..utils.files import leftovers, replace_file
 from ..utils.values import stable_json
 from ..utils.versions import tuned_with
 from .cache import count_write, split_key, split_put
-from .entry import FILE_NAME, CacheEntry, OtherSchemaError, config_type, file_name, read_entry
+from .entry import FILE_NAME, CacheEntry, OtherSchemaError, config_of, config_type, file_name, read_entry
 from .problems import Problems
-from .schema import from_plain, to_json
+from .schema import to_json
 
 _WRITING_S = 3600.0  # no writer takes so long: what is older was left by one that was killed
 
@@ -84,7 +84,7 @@ class PersistentCache:
         name = file_name(form)
         try:
             entry = read_entry(self.path / name)
-            cfg = from_plain(entry.config, config_type(key, entry.type, self.cfg_type))
+            cfg = config_of(entry, key, self.cfg_type)
         except FileNotFoundError:
             self._problems.count("miss")
             return None

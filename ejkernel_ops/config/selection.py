@@ -150,7 +150,7 @@ class ConfigSelectorChain:
         key = Key(inv.device_fingerprint, inv.op_id_v, inv.call_key)
         yield "call", inv.override_cfg
         if policy.mode != "off":
-            yield "overlay", snapshot.overlay.get(key)
+            yield "overlay", snapshot.overlay.configs.get(key)
         if policy.mode in ("auto", "cached"):
             yield from self._on_call(inv, key)
         if policy.mode != "off":

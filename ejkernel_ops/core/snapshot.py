@@ -20,18 +20,42 @@ _EMPTY: Mapping = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Overlay:
+    """Configs that win over every cache, and what they say of calls nearby.
+
+    Args:
+        configs: key to config.
+        places: key to `(place, heuristic config)`, of those keys whose place is known.
+    """
+
+    configs: Mapping[Any, Any] = dataclasses.field(default_factory=lambda: _EMPTY)
+    places: Mapping[Any, Any] = dataclasses.field(default_factory=lambda: _EMPTY)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of the content, equal in every process."""
+        places = stable_json(self.places, where="places") if self.places else ""
+        return hashlib.sha256((stable_json(self.configs, where="overlay") + places).encode()).hexdigest()
+
+    def under(self, other: Overlay) -> Overlay:
+        """Both; the other wins."""
+        return Overlay(
+            MappingProxyType({**self.configs, **other.configs}), MappingProxyType({**self.places, **other.places})
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Snapshot:
     """Overlays, policies, selector and module path of the moment: hashed and compared by content in O(1).
 
     Args:
-        overlay: merged overlays, key to config; inner ones have won.
+        overlay: the merged overlays; inner ones have won.
         policies: `((selector uid or None for all, field, value), ...)`, later ones win.
         selector: the chooser of an explicit executor; `None` is the default one.
         path: dotted path of the module that calls, while `explain` asks for it.
     """
 
-    overlay: Mapping[Any, Any] = dataclasses.field(default_factory=lambda: _EMPTY)
-    overlay_digest: str = ""
+    overlay: Overlay = dataclasses.field(default_factory=Overlay)
     policies: tuple = ()
     selector: Any = None
     path: str | None = None
@@ -40,7 +64,7 @@ class Snapshot:
     def digest(self) -> str:
         """Text that is equal exactly where the content is."""
         uid = None if self.selector is None else uid_of(self.selector)
-        return stable_json([self.overlay_digest, self.policies, uid, self.path])
+        return stable_json([self.overlay.digest, self.policies, uid, self.path])
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -86,27 +110,20 @@ def entered(change: Callable[[Snapshot], Snapshot]) -> Iterator[None]:
         yield
 
 
-_merged: dict[tuple[str, str], tuple[Mapping, str]] = {}  # digests of two overlays -> the merged one
+_merged: dict[tuple[str, str], Overlay] = {}  # digests of two overlays -> the merged one
 _selected: dict[tuple[Snapshot, int], Snapshot] = {}
 
 
-def overlay_digest(configs: Mapping) -> str:
-    """Digest of key -> config, by content."""
-    return hashlib.sha256(stable_json(configs, where="overlay").encode()).hexdigest()
-
-
-def with_overlay(snapshot: Snapshot, configs: Mapping, digest: str) -> Snapshot:
-    """The snapshot with `configs` on top; the same snapshot where they change nothing."""
-    if not configs or digest == snapshot.overlay_digest:
+def with_overlay(snapshot: Snapshot, overlay: Overlay) -> Snapshot:
+    """The snapshot with an overlay on top; the same snapshot where that changes nothing."""
+    below = snapshot.overlay
+    if not overlay.configs or overlay.digest == below.digest:
         return snapshot
-    if not snapshot.overlay:
-        return dataclasses.replace(snapshot, overlay=MappingProxyType(dict(configs)), overlay_digest=digest)
-    pair = (snapshot.overlay_digest, digest)
+    if not below.configs:
+        return dataclasses.replace(snapshot, overlay=overlay)
+    pair = (below.digest, overlay.digest)
     found = _merged.get(pair)  # hashing hundreds of configs costs milliseconds, and nesting repeats in a loop
-    if found is None:
-        merged = MappingProxyType({**snapshot.overlay, **configs})
-        found = _remember(_merged, pair, (merged, overlay_digest(merged)))
-    return dataclasses.replace(snapshot, overlay=found[0], overlay_digest=found[1])
+    return dataclasses.replace(snapshot, overlay=found or _remember(_merged, pair, below.under(overlay)))
 
 
 def with_selector(snapshot: Snapshot, selector: Any) -> Snapshot:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from ..config.cache import Key
-from ..config.neighbours import Place, remember_places
-from ..core.snapshot import Reentrant, Snapshot, current, entered, overlay_digest, with_overlay
+from ..core.snapshot import Overlay, Reentrant, Snapshot, current, entered, with_overlay
 from ..errors import CacheFormatError, ConfigError
 from ..utils.files import replace_file
 from .entry import Entry, conflict
@@ -84,35 +83,27 @@ class AutotuningResult(Reentrant):
         return {Key(self.device, e.op_id_v, e.call_key): e.cfg for e in self.entries}
 
     @functools.cached_property
-    def _overlay(self) -> dict[Key, Any]:
-        return self.as_overlay()
+    def _overlay(self) -> Overlay:
+        placed = [e for e in self.entries if e.place is not None]
+        places = {Key(self.device, e.op_id_v, e.call_key): (e.place, e.heuristic) for e in placed}
+        return Overlay(self.as_overlay(), places)
 
-    @functools.cached_property
-    def _placed(self) -> dict[Key, tuple[Place, Any]]:
-        return {
-            Key(self.device, e.op_id_v, e.call_key): (e.place, e.heuristic) for e in self.entries if e.place is not None
-        }
-
-    @functools.cached_property
+    @property
     def digest(self) -> str:
-        """Digest of the configs and of what they are for, equal in every process; timings do not count."""
-        return overlay_digest(self._overlay)
+        """Digest of the configs and of what they are for, near shapes too, equal in every process; not of timings."""
+        return self._overlay.digest
 
     def _open(self) -> contextlib.AbstractContextManager:
-        remember_places(self._placed)
-        change = functools.partial(with_overlay, configs=self._overlay, digest=self.digest)
+        change = functools.partial(with_overlay, overlay=self._overlay)
         if jax.process_count() > 1:
             self._compare(current(), change(current()))
         return entered(change)
 
-    @functools.cached_property
-    def _places_digest(self) -> str:  # neighbours are found by them, so they decide programs too
-        return overlay_digest(self._placed)
-
     def _compare(self, before: Snapshot, after: Snapshot) -> None:
         """Refuses a result that is not the other processes', before anything is compiled with it."""
-        digests = f"{after.overlay_digest[:16]} {self._places_digest[:16]} over {before.overlay_digest[:16] or 'none'}"
-        compare_once("entering a result", f"digest {digests}", "load one file in each, or tune with sync=True")
+        below = before.overlay.digest[:16] if before.overlay.configs else "none"
+        text = f"digest {after.overlay.digest[:16]} over {below}"
+        compare_once("entering a result", text, "load one file in each, or tune with sync=True")
 
     def wrap(self, fn: F) -> F:
         """A function that enters the result around each call: other jitted work is not retraced.

@@ -12,7 +12,7 @@ import msgspec
 
 from ..config.cache import Key
 from ..config.choice import is_complete, why_never_legal
-from ..config.neighbours import Place
+from ..config.neighbours import Count, Lengths, Place
 from ..config.schema import from_plain, parse_json, to_json
 from ..config.selection import why_illegal
 from ..core.kernel import KERNELS, find_kernel
@@ -32,7 +32,6 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
 _Ms = Annotated[float, msgspec.Meta(ge=0)] | None
 _Positive = Annotated[float, msgspec.Meta(gt=0)]
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _Op = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}@v[A-Za-z0-9_.-]{1,32}\Z")]
 
 
@@ -49,14 +48,14 @@ class _EntryForm(msgspec.Struct, forbid_unknown_fields=True):
     key: Annotated[str, msgspec.Meta(max_length=128)]
     config: Any
     heuristic: Any
-    count: _Count
-    executions: _Count
+    count: Count
+    executions: Count
     shapes: str
     heuristic_ms: _Ms
     ms: _Ms
     source: str
     trials: list[_TrialForm]
-    place: tuple[str, list[list[_Count]]] | None = None  # older files have none
+    place: tuple[str, Lengths] | None = None  # older files have none
 
 
 class _ResultForm(msgspec.Struct, forbid_unknown_fields=True):
