@@ -208,6 +208,19 @@ def entered_while_another_thread_waits():
         return waits.result()
 
 
+def entered_by_two_threads_at_once():
+    """In process 0; in process 1 by one, a little later."""
+    if RANK == 1:
+        time.sleep(1)
+
+    def enter(_):
+        with result_of(8):
+            return True
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return list(pool.map(enter, range(2 - RANK)))
+
+
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(1)

@@ -16,8 +16,8 @@ TESTS = Path(__file__).parent
 SCENARIOS = (
     "synced", "alone", "same", "different", "nested_in_another_order", "one_tunes_and_one_enters", "first_fails",
     "second_has_no_program", "other_programs", "calls_ask_nobody", "own_tuning_changes_no_call", "disk_of_the_first",
-    "whole_step", "whole_step_alone", "entered_while_another_thread_waits", "interrupted", "interrupted_at_work",
-    "late",
+    "whole_step", "whole_step_alone", "entered_while_another_thread_waits", "entered_by_two_threads_at_once",
+    "interrupted", "interrupted_at_work", "late",
 )  # fmt: skip
 
 
@@ -139,6 +139,11 @@ def test_who_does_not_come_in_time_is_named_to_all_and_is_told_too(said):
 
 def test_a_result_that_was_compared_is_entered_while_another_thread_waits_for_tuning(said):
     assert said["entered_while_another_thread_waits"] == [True, True]
+
+
+def test_threads_that_enter_one_result_at_once_compare_it_once(said):
+    """However many there are in each process: otherwise the processes would no longer meet in the same order."""
+    assert said["entered_by_two_threads_at_once"] == [[True, True], [True]]
 
 
 @pytest.mark.parametrize("name", ["interrupted", "interrupted_at_work"])

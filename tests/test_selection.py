@@ -96,6 +96,18 @@ def test_modes_use_their_tiers_in_order(mode, allowed, selector):
                 assert call(ONE) == config[wanted]
 
 
+@pytest.mark.parametrize("cfg", [[2], "2", True, 2.5], ids=repr)
+def test_a_kernel_that_declares_no_type_takes_from_caches_and_files_that_of_its_heuristic(cfg, selector):
+    selector.cache.put(KEY, cfg)
+    selector.persistent = PersistentCache(selector.persistent.path)
+    selector.persistent.put(KEY, cfg)
+    with overlay_cache({KEY: cfg}):
+        assert told()(ONE) == 1
+    selector.persistent.put(KEY, 7)
+    assert told()(ONE) == 7
+    assert jax.jit(lambda x: TOLD(x, cfg=2.5))(ONE) == 2.5  # what a person gives is theirs
+
+
 def test_override_for_one_selector_leaves_others_alone():
     mine, other = (ConfigSelectorChain() for _ in range(2))
     for each in (mine, other):

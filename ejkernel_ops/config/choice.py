@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, EjkernelError, UnsupportedError
 from .schema import leaf_fields, merge
 
 
@@ -105,7 +105,7 @@ def other_type(inv: Any, cfg: Any) -> type | None:
         return None if isinstance(cfg, kernel.config_cls) else kernel.config_cls
     try:
         own = kernel.variant("heuristic_cfg", None, inv.platform, inv)(inv)
-    except Exception:
+    except (EjkernelError, NotImplementedError):  # it has none, or none for this call
         return None
     return None if own is None or type(cfg) is type(own) else type(own)
 

@@ -89,6 +89,8 @@ def compare_once(what: str, text: str, hint: str) -> None:
     if text in _compared:  # before the lock, which another thread may hold while it waits for tuning
         return
     with _lock:
+        if text in _compared:  # another thread was first, and the other processes meet us but once
+            return
         _, texts = together(what, lambda: text, str)
         require_same(what, texts, hint)
         _compared.add(text)

@@ -103,6 +103,11 @@ def product_type(out: Any, *operands: Any) -> Any:
     return jnp.dtype(out) if same else jnp.promote_types(accumulated(*operands), out)
 
 
+def waiting_type(dtype: Any, bias: Any, *operands: Any) -> Any:
+    """The type of products that wait for a bias: that of the result, but float16 has not the range for them."""
+    return accumulated(*operands) if dtype == jnp.float16 and bias is not None else dtype
+
+
 def product(x: jax.Array, weight: jax.Array, weight_layout: str, dtype: Any, precision: Any) -> jax.Array:
     """`x @ weight` over the last axis of `x` in `dtype`; `weight` is `(in, out)`, or `(out, in)` with `"oi"`."""
     contract = ((x.ndim - 1,), (0 if weight_layout == "io" else 1,))

@@ -6,7 +6,6 @@ On Triton the products are XLA's still, and what is left to do is one kernel in 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -26,6 +25,7 @@ from ..rows import (
     product,
     product_type,
     transposed,
+    waiting_type,
     weight_gradient,
 )
 
@@ -150,7 +150,7 @@ class LinearForward(TritonRows, RowKernel):
     def out_like(self, x, weight, bias, *, activation, weight_layout, out_dtype, precision):
         """Types of output and saved product."""
         made = product(x, weight, weight_layout, None, None)
-        saved = None if activation is None else made.astype(_saved_type(x, weight, bias, out_dtype))
+        saved = None if activation is None else made.astype(waiting_type(out_dtype, bias, x, weight))
         return made.astype(out_dtype), saved
 
     def run_xla(
@@ -158,7 +158,7 @@ class LinearForward(TritonRows, RowKernel):
     ):
         """Chunks of rows: product, bias and activation while a chunk is in the caches."""
         dtype, out_dtype = accumulated(x, weight), jnp.result_type(x, weight) if out_dtype is None else out_dtype
-        saved_type = _saved_type(x, weight, bias, out_dtype)
+        saved_type = waiting_type(out_dtype, bias, x, weight)
 
         def chunk(x):
             made = product(x, weight, weight_layout, product_type(saved_type, x, weight), precision)
@@ -174,15 +174,10 @@ class LinearForward(TritonRows, RowKernel):
     ):
         """The product on XLA, bias and activation in one kernel."""
         out_dtype = jnp.result_type(x, weight) if out_dtype is None else out_dtype
-        saved_type = _saved_type(x, weight, bias, out_dtype)
+        saved_type = waiting_type(out_dtype, bias, x, weight)
         made = product(x, weight, weight_layout, product_type(saved_type, x, weight), precision)
         products = Products(product=made, bias=bias)
         return activation_launch.forward(products, cfg.fwd, activation, out_dtype), made.astype(saved_type)
-
-
-def _saved_type(x: Any, weight: Any, bias: Any, out_dtype: Any) -> Any:
-    """The type of products that wait for their bias: that of the result, but float16 has not the range for them."""
-    return accumulated(x, weight) if out_dtype == jnp.float16 and bias is not None else out_dtype
 
 
 LINEAR = LinearForward()

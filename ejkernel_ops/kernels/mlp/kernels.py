@@ -29,6 +29,7 @@ from ..rows import (
     product,
     product_type,
     transposed,
+    waiting_type,
     weight_gradient,
 )
 
@@ -54,15 +55,14 @@ class MlpConfig(OpConfig):
     """
 
 
-def _saved_type(x: Any, up_weight: Any, *biases: Any) -> Any:
-    """The type of products that wait for a bias: that of `x`, but float16 has not the range for them."""
-    waits = x.dtype == jnp.float16 and any(b is not None for b in biases)
-    return accumulated(x, up_weight) if waits else x.dtype
+def _kept_type(x: Any, up_weight: Any, up_bias: Any, gate_bias: Any) -> Any:
+    """The type of both first products."""
+    return waiting_type(x.dtype, gate_bias if up_bias is None else up_bias, x, up_weight)
 
 
 def _products(x, up_weight, up_bias, gate_weight, gate_bias, weight_layout, precision) -> Products:
     """What is activated, and what that is multiplied by, both without their biases yet."""
-    saved = _saved_type(x, up_weight, up_bias, gate_bias)
+    saved = _kept_type(x, up_weight, up_bias, gate_bias)
 
     def made(weight: Any) -> jax.Array:
         return product(x, weight, weight_layout, product_type(saved, x, weight), precision)
@@ -218,7 +218,7 @@ class MlpForward(TritonRows, RowKernel):
         """Types of the output and of the products that are kept."""
         up = product(x, up_weight, weight_layout, None, None)
         out = product(up.astype(x.dtype), down_weight, weight_layout, None, None).astype(x.dtype)
-        kept = up.astype(_saved_type(x, up_weight, up_bias, gate_bias))
+        kept = up.astype(_kept_type(x, up_weight, up_bias, gate_bias))
         return out, kept, None if gate_weight is None else kept
 
     def run_xla(
@@ -227,7 +227,7 @@ class MlpForward(TritonRows, RowKernel):
     ):  # fmt: skip
         """Chunks of rows, all of a chunk while it is in the caches."""
         dtype = accumulated(x, up_weight)
-        kept = _saved_type(x, up_weight, up_bias, gate_bias)
+        kept = _kept_type(x, up_weight, up_bias, gate_bias)
 
         def chunk(x):
             products = _products(x, up_weight, up_bias, gate_weight, gate_bias, weight_layout, precision)
@@ -242,7 +242,7 @@ class MlpForward(TritonRows, RowKernel):
         cfg, activation, weight_layout, precision,
     ):  # fmt: skip
         """What is between the products in one kernel."""
-        kept = _saved_type(x, up_weight, up_bias, gate_bias)
+        kept = _kept_type(x, up_weight, up_bias, gate_bias)
         products = _products(x, up_weight, up_bias, gate_weight, gate_bias, weight_layout, precision)
         hidden = activation_launch.forward(products, cfg.fwd, activation, x.dtype)
         out = _down(hidden, down_weight, down_bias, weight_layout, precision)
@@ -252,9 +252,8 @@ class MlpForward(TritonRows, RowKernel):
 def _down(hidden: jax.Array, weight: jax.Array, bias: Any, weight_layout: str, precision: Any) -> jax.Array:
     """The second linear map; its product is rounded before the bias only where the type has the range for it."""
     dtype = accumulated(hidden, weight)
-    made = product(
-        hidden, weight, weight_layout, product_type(_saved_type(hidden, weight, bias), hidden, weight), precision
-    )
+    made_type = product_type(waiting_type(hidden.dtype, bias, hidden, weight), hidden, weight)
+    made = product(hidden, weight, weight_layout, made_type, precision)
     return made.astype(hidden.dtype) if bias is None else (made.astype(dtype) + bias.astype(dtype)).astype(hidden.dtype)
 
 
