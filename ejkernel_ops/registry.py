@@ -11,6 +11,8 @@ import warnings
 from collections import OrderedDict
 from typing import Any
 
+import jax
+
 from .config.cache import Key
 from .config.schema import parse_json
 from .core.call import call_like
@@ -38,6 +40,40 @@ def record(inv: Invocation) -> None:
     if inv.call is not None:  # overlays of the moment are no part of what was called
         inv.call = _bare(inv.call)
     _keep(Key(inv.device_fingerprint, inv.op_id_v, inv.call_key), inv)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedCall:
+    """A call that XLA shares out over devices when it compiles.
+
+    Args:
+        call: its static part.
+        arrays: how its arrays may be split.
+        platform: what it was lowered for.
+        operands: the types of its whole operands.
+    """
+
+    call: Any
+    arrays: Any
+    platform: str
+    operands: list[jax.ShapeDtypeStruct]
+
+
+_shared: OrderedDict[str, SharedCall] = OrderedDict()  # by label
+
+
+def record_shared(label: str, shared: SharedCall) -> None:
+    """Keeps a call whose parts are to be found later, unless `EJKERNEL_OPS_RECORD=0`."""
+    if recording():
+        with _lock:
+            _shared[label] = shared
+            if len(_shared) > _LIMIT:
+                _shared.popitem(last=False)
+
+
+def find_shared(label: str) -> SharedCall | None:
+    """The recorded call of a label that stands for the parts of several devices."""
+    return _shared.get(label)
 
 
 def _bare(call: Any) -> Any:

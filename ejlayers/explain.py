@@ -7,11 +7,12 @@ from typing import Any
 
 from ejkernel_ops.config.cache import Key
 from ejkernel_ops.config.choice import parse_description
+from ejkernel_ops.execution.local_calls import with_local_labels
 from ejkernel_ops.execution.offline import operand_shapes
 from ejkernel_ops.registry import find_call
 from ejkernel_ops.utils.fingerprint import device_fingerprint
 from ejkernel_ops.utils.labelled import LABEL_ONLY
-from ejkernel_ops.utils.meta import call_sites, split_label
+from ejkernel_ops.utils.meta import call_sites, program_text, split_label
 
 from .frameworks import adapters
 from .functional import at_path
@@ -110,7 +111,7 @@ def explain(step: Any, *args: Any, **kwargs: Any) -> ExplainReport:
     rows: dict[tuple, CallRow] = {}
     with at_path(""):  # asks the layers that know their paths themselves to say them
         lowered = lower(step, args, kwargs)
-    for site in call_sites(lowered):
+    for site in call_sites(with_local_labels(program_text(lowered))):
         row = _row(site)
         key = (row.path, row.label, row.config, row.source)
         if key in rows:

@@ -1,4 +1,4 @@
-"""Every test runs on four CPU devices, with caches in a folder of its own and nothing left behind."""
+"""Every test runs on eight CPU devices, with caches in a folder of its own and nothing left behind."""
 
 import importlib.metadata
 import os
@@ -12,7 +12,7 @@ _ON_GPU = os.environ.get("EJKERNEL_TEST_GPU") == "1"
 if not _ON_GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Compiling is most of the time of the tests: what LLVM could make of a program does not matter for them.
-    flags = ["--xla_force_host_platform_device_count=4", "--xla_backend_optimization_level=0"]
+    flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
     if importlib.metadata.version("jax").startswith("0.10."):
         flags.append("--xla_cpu_use_fusion_emitters=false")  # later ones have no other
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])

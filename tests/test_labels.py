@@ -250,7 +250,7 @@ def test_time_for_hostile_text_is_linear(kind):
 @pytest.mark.fuzz
 @pytest.mark.parametrize("kind", SLOW)
 def test_four_times_the_hostile_text_takes_four_times_the_time(kind):
-    """In quadratic time it would be 16 times; the least of three measurements in turns is what others do not disturb."""
+    """In quadratic time it would be 16 times; others on the machine do not disturb the least of three, in turns."""
     texts = [SLOW[kind](size << 20) for size in (1, 4)]
     short, long = (min(times) for times in zip(*(map(search_seconds, texts) for _ in range(3)), strict=True))
     assert long < 8 * short

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from ..core.snapshot import Snapshot, current, next_uid
+from ..core.spread import is_spread
 from ..errors import ConfigError
 from ..execution.measure import inside_trace
 from ..utils.values import stable_json
@@ -127,7 +128,7 @@ class ConfigSelectorChain:
         """As `choose`, under a given snapshot; the first answer for the same arguments sticks."""
         explicit = None if inv.override_cfg is None else stable_json(inv.override_cfg, where="config")
         tunes = self.policy_under(snapshot).tune_on_call and not inside_trace()
-        question = (inv.kernel, inv.call_key, inv.platform, explicit, snapshot, at, self.policy, tunes)
+        question = (inv.kernel, inv.call_key, inv.platform, explicit, snapshot, at, self.policy, tunes, is_spread())
         with self._lock:
             if question in self._answers:
                 self._answers.move_to_end(question)

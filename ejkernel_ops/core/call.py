@@ -46,6 +46,8 @@ class Call:
         residuals: whether the output is a pair of the kernel's output and what its gradient needs.
         forward: for a backward call, the call that it differentiates.
         needs: for a backward call, which of the forward's arrays want a gradient.
+        axes: mesh axes of a `shard_map` around the call that split names of the kernel's `dims`, as pairs: the arrays
+            are parts.
     """
 
     kernel: Kernel
@@ -60,13 +62,14 @@ class Call:
     residuals: bool = False
     forward: Call | None = None
     needs: tuple[bool, ...] | None = None
+    axes: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @functools.cached_property
     def _identity(self) -> tuple:
         explicit = stable_json(self.explicit, where="config") if self.explicit else ""  # 1, 1.0 and True differ
         return (
             type(self.kernel), self.kernel.op_id_v, self.kernel.state(), self.text, self.treedef, self.kinds, explicit,
-            self.snapshot, self.generation, self.residuals, self.needs, self.forward,
+            self.snapshot, self.generation, self.residuals, self.needs, self.forward, self.axes,
         )  # fmt: skip
 
     @functools.cached_property
@@ -101,7 +104,8 @@ class Call:
         if changed is None:
             return None
         kwargs = {**bound.kwargs, **changed}
-        return make_call(self.kernel, bound.args, kwargs, self.explicit, self.snapshot, self.generation)[0]
+        more = self.explicit, self.snapshot, self.generation
+        return make_call(self.kernel, bound.args, kwargs, *more, axes=self.axes)[0]
 
     def method(self, cfg: Any, operands: Sequence[Any], platform: str | None = None) -> Any:
         """The method of the kernel that computes the output with a config."""
@@ -129,12 +133,21 @@ class Call:
     def invocation(self, operands: Sequence[Any], platform: str | None = None) -> Invocation:
         """The abstract call, local shapes in place of arrays."""
         bound = self.arguments([_local(x) for x in operands])
+        changed = self.kernel.alone(bound.kwargs)
         inv = Invocation(
-            self.kernel, bound.args, bound.kwargs, needs=self.needs_tree, residuals=self.residuals, platform=platform
-        )
+            self.kernel, bound.args, {**bound.kwargs, **changed}, needs=self.needs_tree, residuals=self.residuals,
+            platform=platform,
+        )  # fmt: skip
         inv.override_cfg = dict(self.explicit).get(self.kernel.op_id)
-        inv.call = self
+        inv.call = self._with(inv) if changed else self
         return inv
+
+    def _with(self, inv: Invocation) -> Call:
+        """The same call with the static values of an abstract one."""
+        more = {"residuals": self.residuals, "forward": self.forward, "needs": self.needs, "kinds": self.kinds}
+        return make_call(
+            self.kernel, inv.args, inv.kwargs, self.explicit, self.snapshot, self.generation, **more
+        )[0]  # fmt: skip
 
 
 def _local(x: Any) -> jax.ShapeDtypeStruct:
@@ -309,8 +322,18 @@ def backward_call(
     kinds = (*call.kinds[:split], *kinds, *call.kinds[split:])
     return make_call(
         kernel, (*bound.args, *outs, *cts), bound.kwargs, call.explicit, call.snapshot, call.generation,
-        forward=call, needs=live, kinds=kinds,
+        forward=call, needs=live, kinds=kinds, axes=call.axes,
     )  # fmt: skip
+
+
+def num_cotangents(call: Call) -> int:
+    """How many of a backward call's arrays are cotangents: the last, but for keyword arrays."""
+    forward = call.forward
+    assert forward is not None
+    names = [name for name in call.names if name not in forward.kernel.signature.parameters]
+    own = names[len(names) - (len(names) - forward.residuals) // 2 :]  # as many as outputs, residuals between them
+    values = dict(zip(call.names, jax.tree.unflatten(call.treedef, call.leaves)))
+    return sum(leaf is ARRAY for name in own for leaf in jax.tree.leaves(values[name]))
 
 
 def call_like(inv: Invocation, forward: Kernel | None = None) -> tuple[Call, list[Any]]:

@@ -7,7 +7,7 @@ import inspect
 import re
 import typing
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import jax
@@ -18,6 +18,7 @@ from ..environment import INTERPRET, interpreting
 from ..errors import ConfigError, UnsupportedError
 from ..utils.fingerprint import platform_kind
 from ..utils.values import stable_json
+from .dims import Dims
 from .types import Cfg, Out
 
 if TYPE_CHECKING:
@@ -181,6 +182,35 @@ class Kernel(Generic[Cfg, Out]):
         """
         return None
 
+    def dims(self, **arguments: Any) -> Dims | None:
+        """The names of the axes of a call's arrays, for devices to share it out; `None`: rows alone, if it has `rows`.
+
+        Given are the arguments of a call, arrays as `ShapeDtypeStruct`s.
+        """
+        return None
+
+    def on_shards(self, run: Callable[..., Any], axes: dict[str, tuple[str, ...]], *args: Any, **kwargs: Any) -> Any:
+        """What a device makes of its parts of the arguments; for what is not just the kernel on them.
+
+        Args:
+            run: runs the kernel on arguments as its `run` takes them, `cfg` and `needs` left out, and returns its
+                output; of a backward kernel a dict of the gradients by the forward's parameters.
+            axes: the mesh axes that split each name of `dims`; an output that lacks a name is summed over them later.
+            *args: the device's parts of the arguments.
+            **kwargs: the same.
+
+        Returns:
+            As `run`.
+        """
+        return run(*args, **kwargs)
+
+    def alone(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments with which one device alone does what it does among others; default: the same.
+
+        A call has the key of that, and is tuned as that.
+        """
+        return {}
+
     def odd_calls(self, inv: Invocation) -> Iterable[Invocation]:
         """Calls like this one with odd lengths, at which a winner must be right too; default: a row less."""
         if self.rows is None or len(self.rows) != len(inv.args):
@@ -216,6 +246,11 @@ class Kernel(Generic[Cfg, Out]):
     def has_rule(self) -> bool:
         """Whether `illegal` can say that a config of another shape may be used: only then is one taken."""
         return type(self).illegal is not Kernel.illegal
+
+    @property
+    def has_dims(self) -> bool:
+        """Whether the axes of its arrays have names."""
+        return type(self).dims is not Kernel.dims
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -24,24 +25,28 @@ from ..config.cache import generation
 from ..config.choice import describe
 from ..config.selection import choose, heuristic, tunes_on_call
 from ..errors import ConfigError, UnsupportedError
-from ..registry import record
+from ..registry import SharedCall, record, record_shared
 from ..utils.fingerprint import device_of
 from ..utils.labelled import marked, scope_name
-from ..utils.meta import label
+from ..utils.meta import SHARED, label
 from ..utils.varying import equally_varying
+from . import partition
 from .batching import fold_or_loop
-from .call import Call, backward_call, flatten_gradients, gradient_types, make_call
+from .call import Call, backward_call, flatten_gradients, gradient_types, make_call, num_cotangents
+from .dims import Arrays, arrays_of, lacking, summed_axes
 from .gradient_methods import plain_gradients
 from .kernel import is_float
+from .shards import Plan, on_shards
+from .spread import spread
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _OPAQUE = ("triton", "pallas", "cudnn")  # back ends that JAX cannot differentiate
 
 
-def call_kernel(kernel, args: tuple, kwargs: dict, explicit: tuple, snapshot, generation: int) -> Any:
+def call_kernel(kernel, args: tuple, kwargs: dict, explicit: tuple, snapshot, generation: int, axes: tuple = ()) -> Any:
     """Binds one call; returns the kernel's output."""
     args, kwargs = kernel.prepare(*args, **kwargs)
-    call, operands = make_call(kernel, args, kwargs, explicit, snapshot, generation)
+    call, operands = make_call(kernel, args, kwargs, explicit, snapshot, generation, axes=axes)
     operands = equally_varying(operands)  # so that a weight's gradient inside shard_map gets its psum
     outs = kernel_p.bind(*operands, call=call)
     return jax.tree.unflatten(output_tree(call, operands), outs)
@@ -79,6 +84,8 @@ def _gradient(call: Call, gradient: Any, like: Any) -> Any:
 
 def _run(*operands: Any, call: Call, platform: str | None = None) -> list[Any]:
     """The call as plain JAX code, config chosen."""
+    if call.axes:
+        return _among_others(*operands, call=call)
     cfg = choose(call.invocation(operands, platform), call.snapshot, call.generation).cfg
     return _on_auto_axes(lambda *operands: execute(call, cfg, operands, platform), operands, call)
 
@@ -111,8 +118,14 @@ def _cached_output(call: Call, avals: tuple, mesh: Any, x64: bool) -> tuple[Any,
         structure.append(jax.tree.structure(out))
         return jax.tree.leaves(out)
 
-    with _mixing_types():
-        types = jax.make_jaxpr(traced)(*avals).out_avals
+    named = call.forward is None and partition.is_explicit(avals) and call.kernel.has_dims
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals] if named else avals
+    with _mixing_types(), partition.without_mesh() if named else contextlib.nullcontext():
+        types = jax.make_jaxpr(traced)(*given).out_avals
+    if named:  # what is split of the operands says how outputs are, also where JAX would ask
+        arrays = arrays_of(call, avals, types, structure[0], ())
+        assert arrays is not None
+        types = partition.explicit_types(arrays, avals, types)
     return structure[0] if structure else None, types
 
 
@@ -163,6 +176,83 @@ def _lowered(*operands: Any, call: Call, platform: str) -> list[Any]:
     record(inv)
     marks = {} if call.snapshot.path is None else {"ejkernel_path": call.snapshot.path}
     return marked(outs, operands, text, ejkernel_cfg=describe(choice), **marks)
+
+
+def _rule(ctx: mlir.LoweringRuleContext, *values: Any, call: Call, platform: str) -> Any:
+    """A call as it runs on the devices of its program: on one, or shared out by its types, or by XLA."""
+    if call.axes:
+        return mlir.lower_fun(functools.partial(_among_others, call=call), multiple_results=True)(ctx, *values)
+    devices, avals = partition.devices_of(ctx), ctx.avals_in
+    by_types, by_xla = partition.is_explicit(avals), devices.shared > 1
+    arrays = _shareable(call, tuple(avals)) if by_types or (by_xla and partition.is_supported(ctx)) else None
+    run = functools.partial(_lowered, call=call, platform=platform)
+    if arrays is not None and by_types:
+        run = functools.partial(_mapped, call=call, arrays=arrays)
+    elif arrays is not None:
+        ctx = partition.in_context(ctx, devices)
+        run = functools.partial(_partitioned, call=call, platform=platform, arrays=arrays, devices=devices)
+    with spread(by_xla and arrays is None):
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
+
+
+def _shareable(call: Call, avals: tuple) -> Arrays | None:
+    """How the arrays of a call may be split, if anything is known of that."""
+    tree, types = _output(call, avals)
+    return arrays_of(call, avals, types, tree, _out_kinds(call, tree, len(types)))
+
+
+def _body(call: Call, plan: Plan, *parts: Any) -> list[Any]:
+    """The outputs of one device from its parts of the operands."""
+    return on_shards(kernel_p.bind, output_tree, call, plan, parts)
+
+
+def _among_others(*operands: Any, call: Call) -> list[Any]:
+    """A call inside `shard_map` that devices do together: each has its parts, and all of what has no part.
+
+    Of an output that all have, JAX sums the cotangents of all; of an operand that all have, it sums the gradients.
+    """
+    avals = tuple(map(jax.typeof, operands))
+    arrays, axes = _shareable(call, avals), dict(call.axes)
+    assert arrays is not None
+    for name, over in axes.items():
+        if arrays.sizes.get(name, 1) < 2:
+            sizes = {n: size for n, size in arrays.sizes.items() if size > 1}
+            raise ConfigError(
+                f"axes splits {name!r} of {call.kernel.op_id_v} over {over[0]!r}, and no array of this device has more "
+                f"than 1 of it; expected a name that has: {sizes}"
+            )
+    sums = tuple(summed_axes(array, axes) for array in arrays.outputs)
+    if call.forward is not None:
+        first = len(operands) - num_cotangents(call)
+        pairs = zip(operands[first:], arrays.operands[first:])
+        operands = (*operands[:first], *(_psum(x, lacking(array, axes)) for x, array in pairs))
+    found = Plan(axes, (), (), sums, ((),) * len(sums))
+    outs = on_shards(kernel_p.bind, output_tree, call, found, operands)
+    if call.forward is None:
+        return outs
+    shares = [lacking(array, axes) for array in arrays.outputs]
+    return [out / jax.lax.axis_size(share) if share else out for out, share in zip(outs, shares)]
+
+
+def _psum(x: Any, axes: tuple[str, ...]) -> Any:
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def _mapped(*operands: Any, call: Call, arrays: Arrays) -> list[Any]:
+    types = _output(call, tuple(map(jax.typeof, operands)))[1]
+    return partition.mapped(functools.partial(_body, call), arrays, operands, types)
+
+
+def _partitioned(*operands: Any, call: Call, platform: str, arrays: Arrays, devices: partition.Devices) -> list[Any]:
+    """A call that XLA shares out when it compiles, labelled by its whole shapes; its parts' labels are in its body."""
+    inv = call.invocation(operands, platform)
+    text = label(inv.op_id_v, inv.call_key)
+    record_shared(text, SharedCall(call, arrays, platform, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]))
+    marks = {} if call.snapshot.path is None else {"ejkernel_path": call.snapshot.path}
+    marks |= {SHARED: text, "ejkernel_overlay": call.snapshot.overlay.digest}
+    whole, body = functools.partial(kernel_p.bind, call=call), functools.partial(_body, call)
+    with jax.named_scope(scope_name(text)), set_xla_metadata(**marks):
+        return partition.partitioned(whole, body, arrays, devices)(*operands)
 
 
 def _on_auto_axes(run: Callable, operands: Sequence[Any], call: Call) -> list[Any]:
@@ -316,6 +406,11 @@ def _without_axis(x: Any, dim: int | None) -> Any:
 # The primitives
 
 
+def _on_several_devices(args: Sequence[Any]) -> bool:
+    """Whether arrays are split: what each device then runs is known where the call is lowered, and not before."""
+    return any(isinstance(x, jax.Array) and not isinstance(x, Tracer) and len(x.sharding.device_set) > 1 for x in args)
+
+
 def _primitive(name: str, plain: Callable, abstract_eval: Callable, jvp: Callable, batch: Callable) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -330,7 +425,9 @@ def _primitive(name: str, plain: Callable, abstract_eval: Callable, jvp: Callabl
         return jax.jit(run)
 
     def impl(*args, call: Call, **params):
-        if tunes_on_call(call.snapshot):  # either direction, now: where it is lowered nothing can be timed
+        if tunes_on_call(call.snapshot) and not _on_several_devices(
+            args
+        ):  # either direction, now: where it is lowered nothing can be timed
             device = device_of(args)
             choose(call.invocation(args, device and device.platform), call.snapshot, call.generation)
             call = dataclasses.replace(call, generation=generation())  # what was found before does not count
@@ -355,6 +452,5 @@ kernel_p = _primitive("ejkernel", _run, _kernel_types, _kernel_jvp, _batch_kerne
 tangent_p = _primitive("ejkernel_tangent", _tangents, _tangent_types, _tangents_jvp, _batch_tangent)
 ad.primitive_transposes[tangent_p] = _transpose
 for _platform in _PLATFORMS:
-    _rule = mlir.lower_fun(functools.partial(_lowered, platform=_platform), multiple_results=True)
-    mlir.register_lowering(kernel_p, _rule, platform=_platform, inline=False)
+    mlir.register_lowering(kernel_p, functools.partial(_rule, platform=_platform), platform=_platform, inline=False)
 mlir.register_lowering(tangent_p, mlir.lower_fun(_tangents, multiple_results=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from ..config.selection import ConfigChooser, ConfigSelectorChain, default_selec
 from ..core.call import explicit_pairs
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel, require_kernel
+from ..core.partition import require_manual
 from ..core.primitive import call_kernel
 from ..core.snapshot import Snapshot, current, with_selector
 from ..errors import ConfigError
@@ -48,24 +50,30 @@ class Executor:
         """What picks configs."""
         return default_selector() if self._chooser is None else self._chooser
 
-    def __call__(self, kernel: Kernel, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, kernel: Kernel, *args: Any, cfg: Any = None, axes: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> Any:
         """Runs a kernel.
 
         Args:
             kernel: the kernel.
             *args: its arguments.
             cfg: an explicit config; its `None` fields inherit.
+            axes: inside `jax.shard_map`, names of the kernel's `dims` with the mesh axis that splits each: every array
+                with such a name is then a part of the whole, and the devices do together what one would do with that.
             **kwargs: its keyword arguments.
 
         Returns:
             The kernel's output.
 
         Raises:
-            ConfigError: a bad config, or an argument without a value-based form.
+            ConfigError: a bad config, an argument without a value-based form, or `axes` outside of `jax.shard_map`.
             UnsupportedError: the explicit back end cannot do the call.
         """
         require_kernel(kernel)
-        return call_kernel(kernel, args, kwargs, explicit_pairs(kernel, cfg), self._snapshot(), generation())
+        pairs = tuple((name, (axis,)) for name, axis in (axes or {}).items())
+        require_manual(kernel, axes or {})
+        return call_kernel(kernel, args, kwargs, explicit_pairs(kernel, cfg), self._snapshot(), generation(), pairs)
 
     def choose_config(self, kernel: Kernel, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:
         """The config that a call would get, without running it; arguments may be abstract."""

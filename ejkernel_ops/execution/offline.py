@@ -21,6 +21,7 @@ from ..utils.meta import OTHER_LABEL, CallSite, call_sites, extract_labels_from_
 from ..utils.values import short_hash, stable_json
 from .entry import Entry
 from .hosts import WORK_S, from_first, require_same, together
+from .local_calls import with_local_labels
 from .measure import inside_trace
 from .progress import Progress
 from .result import AutotuningResult
@@ -95,6 +96,7 @@ def _calls_of(lowered: Any, strict: bool) -> tuple[list[tuple], list[tuple[str, 
     calls, skipped, text = [], [], program_text(lowered)
     if text.startswith("HloModule"):
         raise LabelError("the program is compiled: its calls cannot be counted any more; pass the lowered one")
+    text = with_local_labels(text)
     found = _by_label(text)
     if not found and (other := OTHER_LABEL.search(text)):
         raise LabelError(f"the program has labels of another prefix, such as {other[1]}; set EJKERNEL_OPS_PREFIX to it")

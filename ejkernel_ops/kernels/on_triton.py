@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.invocation import Invocation
+from ..core.spread import is_spread
 
 _OLDEST = (8, 0)  # before it bfloat16 has no tensor cores
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -46,8 +47,8 @@ class TritonRows:
         return super().illegal(inv, cfg)  # type: ignore[misc]
 
     def candidate_cfgs_triton(self, inv: Invocation) -> list[Any]:
-        """Those to try, where each device has all that it needs."""
-        return [] if may_be_partitioned() else self.triton_cfgs(inv)
+        """Those to try."""
+        return self.triton_cfgs(inv)
 
     def heuristic_cfg_triton(self, inv: Invocation) -> Any:
         """The best one."""
@@ -55,17 +56,9 @@ class TritonRows:
 
     def heuristic_cfg_gpu(self: Any, inv: Invocation) -> Any:
         """Triton's, where it can do the call and no other device may have a part of it; else XLA's."""
-        if self.prefers_xla or may_be_partitioned() or self.unsupported(inv, "triton") is not None:
+        if self.prefers_xla or is_spread() or self.unsupported(inv, "triton") is not None:
             return self.heuristic_cfg(inv)
         return self.heuristic_cfg_triton(inv)
-
-
-def may_be_partitioned() -> bool:
-    """Whether XLA may spread a call's arrays over devices: a Triton kernel would have them all on each."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return jax.device_count() > 1
-    return any(size > 1 for size, kind in zip(mesh.axis_sizes, mesh.axis_types) if kind != jax.sharding.AxisType.Manual)
 
 
 def unfit_device(inv: Invocation) -> str | None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
+from ..core.spread import is_spread
 from ..params import MOST, BwdParams, FwdParams
 from ..utils.varying import equally_varying
 
@@ -41,8 +42,7 @@ class RowKernel(Kernel):
 
     def chunk(self, cfg: Any) -> int:
         """The rows of a chunk: all of them where XLA spreads arrays over a mesh, for chunks would gather the shards."""
-        spread = jax.sharding.AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types
-        return sys.maxsize if spread else getattr(cfg, self.direction).blocksize_m
+        return sys.maxsize if is_spread() else getattr(cfg, self.direction).blocksize_m
 
     def num_rows(self, inv: Invocation) -> int:
         """The rows of a call."""

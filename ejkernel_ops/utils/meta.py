@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,7 @@ from ..errors import LabelError
 from .labelled import labelled
 
 LABEL_PREFIXES = (DEFAULT_PREFIX,)
+SHARED = "ejkernel_shared"  # what a call is marked with that XLA shares out over devices: a label of its whole shapes
 _LABEL = r"(?P<op>[A-Za-z0-9_.-]{1,64}@v[A-Za-z0-9_.-]{1,32}):(?P<key>[0-9a-f]{16})"
 _LABEL_OR_SCOPE = r"(?P<op>[A-Za-z0-9_.-]{1,64})[@~]v(?P<version>[A-Za-z0-9_.-]{1,32})[:~](?P<key>[0-9a-f]{16})"
 OTHER_LABEL = re.compile(r'ejkernel_call = "([A-Za-z0-9_.-]{1,63}#[^"]*)"')
@@ -149,7 +151,7 @@ class CallSite:
 _FUNCTION = re.compile(r"^\s*func\.func .*?@(\"[^\"]+\"|[\w.$-]+)")
 _CALL = re.compile(r"\bcall @(\"[^\"]+\"|[\w.$-]+)")
 _ATTRIBUTE = re.compile(r'ejkernel_(call|cfg|path) = "((?:[^"\\]|\\.)*)"')
-_CONSTANT = re.compile(r"^\s*(%\w+) = stablehlo\.constant dense<(\d{1,18})> : tensor<i(?:32|64)>")
+_CONSTANT = re.compile(r"^\s*(%\w+) = (?:stablehlo|sdy)\.constant dense<(\d{1,18})> : tensor<i(?:32|64)>")
 _MOST_RUNS = 1 << 62  # of nested loops: text that is no program must not cost arithmetic with huge numbers
 _COMPARE = re.compile(r"stablehlo\.compare\s+LT, (%\w+), (%\w+)")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*(?:"|$)')  # one without an end, too: else time would be quadratic
@@ -218,8 +220,10 @@ def _functions(text: str, is_label: Callable) -> Iterator[tuple[str, tuple[list,
         times = loops[-1][1] if loops else 1
         if "ejkernel_call" in line:
             mark = {kind: _unescape(value) for kind, value in _ATTRIBUTE.findall(line)}
-            if is_label(mark.get("call", "")):
-                marks.append((mark, times))
+            texts = mark.get("call", "").split(" ")  # one device may run several calls of one that is shared out
+            configs = mark.get("cfg", "").split("\n") if len(texts) > 1 else [mark.get("cfg", "")]
+            pairs = itertools.zip_longest(texts, configs[: len(texts)], fillvalue="")
+            marks += [(mark | {"call": text, "cfg": cfg}, times) for text, cfg in pairs if is_label(text)]
         if found := _CALL.search(plain if '@"' not in line else line):
             called.setdefault(found[1].strip('"'), []).append(times)
         if plain.strip() == "} do {":
@@ -258,11 +262,15 @@ def labels_to_configs(lowered: Any, selector: Any = None, prefix: str | None = N
     """
     from ..config.cache import Key
     from ..config.selection import default_selector, require_chain
+    from ..execution.local_calls import with_local_labels
     from .fingerprint import device_fingerprint
 
     selector = require_chain(default_selector() if selector is None else selector)
     is_list = isinstance(lowered, Iterable) and not isinstance(lowered, str)
-    labels = list(lowered) if is_list else find_labels_in_lowered(lowered, prefix)
+    if is_list:
+        labels = list(lowered)
+    else:  # a config is of what one device runs
+        labels = extract_labels_from_hlo_text(with_local_labels(program_text(lowered)), prefix)
     pairs = []
     for text in labels:
         key = Key(device_fingerprint(), *split_label(text))

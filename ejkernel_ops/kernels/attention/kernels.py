@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...core.dims import Dims
 from ...core.invocation import Invocation
 from ...core.kernel import Kernel, random_array
 from ...utils.fingerprint import platform_kind
-from . import cudnn, tiles, xla
+from . import cudnn, ring, tiles, xla
 from .arrange import arrange, from_keys, from_queries, from_tiles, queries
 from .backends import preferred, unsupported
 from .config import (
@@ -31,6 +32,25 @@ from .config import (
 _ROWS = (True, True, True, "broadcast", "broadcast", True, True, True, True, False, True)
 
 
+def _dims(*, query: Any, key: Any, dropout_seed: Any, **others: Any) -> Dims:
+    """Examples, heads, and queries may be split: with their keys, if there are as many of those.
+
+    Heads are those of keys, times the query heads that share one. Features are needed whole.
+    """
+    q, kv = ("t", "t") if query.shape[1] == key.shape[1] else ("q", "s")
+    rows, bias = f"b {q}", f"b h {q} s"
+    return Dims(
+        operands={
+            "query": f"{rows} h d", "key": f"b {kv} k d", "value": f"b {kv} k e", "bias": bias, "mask": bias,
+            "q_offset": "b", "q_segment_ids": rows, "kv_segment_ids": f"b {kv}", "kv_lengths": "b", "sinks": "h",
+            "dropout_seed": "b word", "out": f"{rows} h e", "lse": f"{rows} h", "dout": f"{rows} h e",
+            "dlse": f"{rows} h",
+        },
+        outputs=(f"{rows} h e", f"{rows} h"), parts={"h": ("k", "g")},
+        split=f"b {q} k g" if dropout_seed is None else "b k g",
+    )  # fmt: skip
+
+
 class AttentionBackward(Kernel):
     """Gradients of attention from its operands, output and log-sum-exp."""
 
@@ -42,6 +62,28 @@ class AttentionBackward(Kernel):
         "cudnn": (),
     }
     lazy_cotangents = True  # a cotangent that is known to be zero comes as None
+
+    def dims(self, **arguments: Any) -> Dims:
+        """Examples, heads, and lengths."""
+        return _dims(**arguments)
+
+    def on_shards(self, run: Any, axes: dict[str, tuple[str, ...]], *operands: Any, **statics: Any) -> Any:
+        """A device has its part of queries meet the keys that they use: one head of them, or those of all devices."""
+        x: dict[str, Any] = dict(zip((*ring.NAMES, "out", "lse", "dout", "dlse"), operands))
+
+        def gradients(x: dict[str, Any], statics: dict[str, Any]) -> dict[str, Any]:
+            made = run(*x.values(), **statics)
+            return {name: made[name] for name in ring.NAMES if made[name] is not None}
+
+        if split := _shared_head(axes, x["key"]):
+            x |= {name: split.part(x[name]) for name in ("key", "value")}
+        if "t" in axes:
+            found = ring.backward(gradients, axes["t"], x, statics)
+        else:
+            found = gradients(*_later_queries(axes, x, statics))
+        if split:
+            found |= {n: split.back(found[n]) for n in ("key", "value") if n in found}
+        return found
 
     def narrow(self, cfg: AttentionConfig) -> AttentionConfig:
         """The backward part of an op's config."""
@@ -181,6 +223,23 @@ class AttentionForward(Kernel):
     rows, out_rows = _ROWS, (True, True)
     backward = AttentionBackward()
 
+    def dims(self, **arguments: Any) -> Dims:
+        """Examples, heads, and lengths."""
+        return _dims(**arguments)
+
+    def on_shards(self, run: Any, axes: dict[str, tuple[str, ...]], *operands: Any, **statics: Any) -> Any:
+        """A device has its part of queries meet the keys that they use: one head of them, or those of all devices."""
+        x: dict[str, Any] = dict(zip(ring.NAMES, operands))
+        if split := _shared_head(axes, x["key"]):
+            x |= {name: split.part(x[name]) for name in ("key", "value")}
+
+        def attend(x: dict[str, Any], statics: dict[str, Any]) -> Any:
+            return run(*x.values(), **statics)
+
+        if "t" in axes:
+            return ring.forward(attend, axes["t"], x, statics)
+        return attend(*_later_queries(axes, x, statics))
+
     def narrow(self, cfg: AttentionConfig) -> AttentionConfig:
         """The forward part of an op's config."""
         return dataclasses.replace(cfg, bwd=None)
@@ -272,6 +331,40 @@ class AttentionForward(Kernel):
     ):  # fmt: skip
         """cuDNN, with the statistics that a gradient needs."""
         return cudnn.forward(query, key, value, mask, kv_lengths, xla.Statics(**statics))
+
+
+@dataclasses.dataclass(frozen=True)
+class _SharedHead:
+    """The key head that the query heads of a device use, of `count`, all of which it has."""
+
+    index: jax.Array
+    count: int
+
+    def part(self, x: jax.Array) -> jax.Array:
+        """That head of keys or values."""
+        return jax.lax.dynamic_slice_in_dim(x, self.index, 1, 2)
+
+    def back(self, gradient: jax.Array) -> jax.Array:
+        """Its gradient, with zeros for the other heads."""
+        zeros = jnp.zeros((*gradient.shape[:2], self.count, *gradient.shape[3:]), gradient.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(zeros, gradient, self.index, 2)
+
+
+def _shared_head(axes: dict[str, tuple[str, ...]], key: jax.Array) -> _SharedHead | None:
+    """The one key head of a device where query heads are split over more devices than there are key heads."""
+    count = key.shape[2]
+    if "g" not in axes or count == 1:
+        return None
+    return _SharedHead(jax.lax.axis_index(axes["g"]) // (jax.lax.axis_size(axes["g"]) // count), count)
+
+
+def _later_queries(axes: dict[str, tuple[str, ...]], x: dict[str, Any], statics: dict[str, Any]) -> tuple[dict, dict]:
+    """The operands and statics of a device that has a part of the queries, which starts later, and all keys."""
+    if "q" not in axes or (not statics["causal"] and statics["sliding_window"] is None):
+        return x, statics
+    offset = statics["static_offset"] if x["q_offset"] is None else x["q_offset"]
+    first = jnp.asarray(offset + jax.lax.axis_index(axes["q"]) * x["query"].shape[1], jnp.int32)
+    return x | {"q_offset": jnp.broadcast_to(first, x["query"].shape[:1])}, statics | {"static_offset": None}
 
 
 def _blocks(params: Any, query: jax.Array, key: jax.Array) -> tuple[int, int]:

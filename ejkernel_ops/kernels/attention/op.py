@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from ...core.partition import require_manual
 from ...errors import UnsupportedError
 from ...execution.executor import default_executor
 from ..config import as_array, canonical_precision, explicit_config, static_number
@@ -79,7 +80,9 @@ def flash_attention(
         return_lse: also return the log-sum-exp of the logits.
         deterministic: gradients are the same bits in each run; `False` allows faster ways: cuDNN's, which adds in
             any order.
-        context_axis: mesh axis over which the length is split; not supported yet.
+        context_axis: inside `jax.shard_map`, the mesh axis over which the length is split: query, key, value and ids
+            are this device's part of it, lengths and offsets count from the start of the whole, and a bias or mask has
+            all keys. Keys and values then go around the devices. Elsewhere the sharding of the arrays says all that.
         precision: of the products, as in `jax.lax.Precision`; default JAX's. On a GPU that is TF32 for float32.
         config: back end and tile sizes; what it leaves open is chosen.
         backend: `"triton"`, `"cudnn"` or `"xla"`; `None` for the best one that can do the call.
@@ -93,7 +96,7 @@ def flash_attention(
         ValueError: shapes or options that do not fit together.
         TypeError: an argument of the wrong type: a mask that is not bool, query, key and value of different types.
         ConfigError: a config of another type, or with a field that its back end lacks; both `config` and `cfg`.
-        UnsupportedError: a back end that cannot do the call, or a `context_axis`.
+        UnsupportedError: a back end that cannot do the call, or dropout with a `context_axis`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -106,10 +109,6 @@ def flash_attention(
     FlashAttention-2, Dao 2023, arXiv:2307.08691; online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867;
     the bits of dropout, Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
-    if context_axis is not None:
-        raise UnsupportedError(
-            f"context_axis is {context_axis!r}: a length that is split over devices is not supported yet; pass None"
-        )
     query, key, value = as_array("query", query), as_array("key", key), as_array("value", value)
     bias, mask, sinks = (
         None if x is None else as_array(name, x) for name, x in (("bias", bias), ("mask", mask), ("sinks", sinks))
@@ -117,7 +116,8 @@ def flash_attention(
     _check_shapes(query, key, value)
     batch, q_len, num_heads, head_dim = query.shape
     kv_len = key.shape[1]
-    shape = (batch, num_heads, q_len, kv_len)
+    axes = _context(context_axis, dropout_rate, q_len, kv_len)
+    shape = (batch, num_heads, q_len, kv_len * (jax.lax.axis_size(context_axis) if axes else 1))
     _check_tile("bias", bias, shape, key.shape[2])
     _check_tile("mask", mask, shape, key.shape[2])
     if mask is not None and mask.dtype != jnp.bool_:
@@ -145,9 +145,23 @@ def flash_attention(
         _seed(rate, dropout_rng, batch), cfg=explicit_config(AttentionConfig, config, cfg, backend),
         causal=bool(causal), sliding_window=window, static_offset=static_offset, softmax_scale=scale,
         logits_soft_cap=cap, dropout_rate=rate, precision=canonical_precision(precision),
-        deterministic=bool(deterministic),
+        deterministic=bool(deterministic), axes=axes,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def _context(axis: str | None, dropout_rate: float, q_len: int, kv_len: int) -> dict[str, str]:
+    """The names that a mesh axis splits."""
+    if axis is None:
+        return {}
+    if dropout_rate:
+        raise UnsupportedError(
+            f"dropout_rate is {dropout_rate} and context_axis {axis!r}: a length that devices split has no dropout yet"
+        )
+    if q_len != kv_len:
+        raise ValueError(f"query has length {q_len} and key {kv_len}; with a context_axis expected one length of both")
+    require_manual(ATTENTION, {"t": axis})
+    return {"t": axis}
 
 
 def _check_shapes(query: Any, key: Any, value: Any) -> None:

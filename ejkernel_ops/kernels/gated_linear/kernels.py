@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...core.dims import Dims
 from ...core.invocation import Invocation
 from ...core.kernel import random_array
 from ...errors import ConfigError
@@ -80,10 +81,22 @@ def _products(x, gate_weight, up_weight, gate_bias, up_bias, weight_layout, prec
 
 
 class GatedTriton(TritonRows):
-    """What both kernels have of Triton."""
+    """What both kernels have of Triton, and of devices."""
 
     launch = activation_launch
     prefers_xla = True
+
+    def dims(self, *, weight_layout: str, up_weight: Any, **arguments: Any) -> Dims:
+        """Rows, and the features of two weights; of one weight for both, parts of it are not parts of each."""
+        middle = "m" if up_weight is not None else "both"
+        weight, rows = f"in {middle}" if weight_layout == "io" else f"{middle} in", "*rows m"
+        return Dims(
+            operands={
+                "x": "*rows in", "gate_weight": weight, "up_weight": weight, "gate_bias": "m", "up_bias": "m",
+                **dict.fromkeys(("out", "gate", "up", "dout", "dgate", "dup"), rows),
+            },
+            outputs=(rows, rows, rows), split="*rows m" if up_weight is not None else "*rows",
+        )  # fmt: skip
 
     def unsupported(self, inv: Invocation, backend: str) -> str | None:
         """What a back end cannot honour."""

@@ -6,9 +6,12 @@ On Triton the products are XLA's still, and what is left to do is one kernel in 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from ...core.dims import Dims
 from ...core.invocation import Invocation
 from .. import activation_launch
 from ..activation_launch import Products
@@ -52,6 +55,18 @@ class LinearConfig(OpConfig):
     """
 
 
+def _dims(*, weight_layout: str, activation: str | None, bias: Any, **others: Any) -> Dims:
+    """Rows may be split, and features: products of parts of those that go in are summed, before bias and activation."""
+    out = "*rows out" if bias is None and activation is None else "*rows out | in"
+    return Dims(
+        operands={
+            "x": "*rows in", "weight": "in out" if weight_layout == "io" else "out in", "bias": "out | in",
+            "out": "*rows out", "preact": "*rows out", "dout": "*rows out", "dpreact": "*rows out",
+        },
+        outputs=(out, out), split="*rows in out",
+    )  # fmt: skip
+
+
 class LinearBackward(TritonRows, RowKernel):
     """Gradients of a linear map with bias and activation."""
 
@@ -62,6 +77,10 @@ class LinearBackward(TritonRows, RowKernel):
     with_rows = ("x", "out", "preact", "dout", "dpreact")
     lazy_cotangents = True
     fields = {"xla": ("bwd.blocksize_m",), "triton": tuple(f"bwd.{n}" for n in activation_launch.BACKWARD_FIELDS)}
+
+    def dims(self, **arguments: Any) -> Dims:
+        """Those of the forward."""
+        return _dims(**arguments)
 
     def triton_cfgs(self, inv: Invocation) -> list[LinearConfig]:
         """Tiles, and rows of a program."""
@@ -142,6 +161,23 @@ class LinearForward(TritonRows, RowKernel):
     rows, out_rows = (True, False, False), (True, True)
     backward = LinearBackward()
     fields = {"xla": ("fwd.blocksize_m",), "triton": tuple(f"fwd.{n}" for n in activation_launch.FORWARD_FIELDS)}
+
+    def dims(self, **arguments: Any) -> Dims:
+        """Rows and features."""
+        return _dims(**arguments)
+
+    def on_shards(self, run, axes, x, weight, bias=None, *, activation=None, out_dtype=None, **statics):
+        """Where the features that go in are split, the sum of products comes before bias and activation."""
+        if "in" not in axes or (bias is None and activation is None):
+            return run(x, weight, bias, activation=activation, out_dtype=out_dtype, **statics)
+        out_dtype = jnp.result_type(x, weight) if out_dtype is None else out_dtype
+        saved_type = waiting_type(out_dtype, bias, x, weight)
+        made = jax.lax.psum(run(x, weight, None, activation=None, out_dtype=saved_type, **statics)[0], axes["in"])
+        dtype = accumulated(x, weight)
+        preact = made.astype(dtype) if bias is None else made.astype(dtype) + bias.astype(dtype)
+        if activation is None:
+            return preact.astype(out_dtype), None
+        return ACTIVATIONS[activation](preact).astype(out_dtype), made
 
     def triton_cfgs(self, inv: Invocation) -> list[LinearConfig]:
         """Tiles."""

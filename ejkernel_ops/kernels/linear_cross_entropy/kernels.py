@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...core.dims import Dims
 from ...core.invocation import Invocation
 from ...core.kernel import Kernel, random_array
 from ...errors import ConfigError
@@ -162,15 +163,16 @@ def _only_counted(hidden: jax.Array, labels: jax.Array) -> jax.Array:
 
 def _sums(hidden: Any, weight: Any, bias: Any, labels: Any, loss: Loss, size: int, precision: Any) -> Sums:
     """The sums of rows over chunks of the vocabulary."""
+    own = loss.first(weight)
 
     def step(sums: Sums, first: Any, size: int) -> Sums:
         part = _columns(weight, bias, first, size, loss.vocab_axis)
-        return sums.plus(loss.logits(hidden, *part, precision), labels, first)
+        return sums.plus(loss.logits(hidden, *part, precision), labels, own + first)
 
     start = Sums.none(hidden.shape[0], accumulated(hidden, weight))
     given = [x for x in (hidden, weight, bias, labels) if x is not None]
     start = jax.tree.map(lambda x: equally_varying([x], *given)[0], start)
-    return _over_vocabulary(step, start, weight.shape[loss.vocab_axis], size)
+    return loss.joined(_over_vocabulary(step, start, weight.shape[loss.vocab_axis], size))
 
 
 def _reduced(losses: jax.Array, coefficients: jax.Array, reduce: bool) -> jax.Array:
@@ -187,16 +189,21 @@ def with_gradients_triton(
     Of a chunk's logits one kernel makes statistics and gradient, which takes their place if it can. Gradients are of
     types that can be scaled where they are not `final`.
     """
-    vocab, layout = weight.shape[loss.vocab_axis], loss.weight_layout
+    vocab, layout, own = loss.vocab(weight), loss.weight_layout, loss.first(weight)
     dh_type = product_type(hidden.dtype if final else _gradient_types(hidden, weight, bias)[0], hidden, weight)
     need_h, need_w, need_b = wanted
 
     def chunk(hidden, labels, scale):
         hidden = _only_counted(hidden, labels)
         logits = loss.product(hidden, weight, precision)
-        scale = counted(scale, labels, vocab)
         made = logits.dtype if need_b and bias is not None else hidden.dtype
-        sums, grad = triton_launch.of_rows(logits, labels, scale, bias, params, loss, made)
+        if loss.vocab_axes:  # what a gradient needs is known when all devices have their sums
+            sums = loss.joined(triton_launch.of_rows(logits, labels - own, scale, bias, params, loss)[0])
+            wide = loss.from_product(logits, bias)
+            grad = loss.gradient(wide, labels, sums, scale, own, vocab).astype(made)
+        else:
+            scale = counted(scale, labels, vocab)
+            sums, grad = triton_launch.of_rows(logits, labels, scale, bias, params, loss, made)
         low = grad.astype(hidden.dtype)
         dh = product(low, weight, transposed(layout), dh_type, precision) if need_h else None
         dw = weight_gradient(hidden, low, layout, jnp.float32, precision) if need_w else None
@@ -207,7 +214,32 @@ def with_gradients_triton(
     return (sums, losses), (dh, dw, db)
 
 
-class LinearCrossEntropyBackward(TritonRows, Kernel):
+def _dims(*, loss: Loss, reduce: bool, **arguments: Any) -> Dims:
+    """Rows may be split, and the vocabulary. Gradients that the forward made are whole where the backward has them."""
+    weight, out = "in v" if loss.weight_layout == "io" else "v in", "" if reduce else "n"
+    return Dims(
+        operands={
+            "hidden": "n in | v", "weight": f"{weight} | n", "labels": "n", "bias": "v | n", "coefficients": "n",
+            "out": out, "residuals": ("n", ("n in", weight, "v"), ""), "dout": out,
+        },
+        outputs=f"{out} | v", residuals=("n | v", ("n in", weight, "v"), "| n v"), split="n v",
+    )  # fmt: skip
+
+
+def _over_vocab_of(axes: dict[str, tuple[str, ...]], loss: Loss) -> Loss:
+    """The loss where these axes split the vocabulary."""
+    return dataclasses.replace(loss, vocab_axes=axes.get("v", ()))
+
+
+class OneDevice(Kernel):
+    """What both kernels share: on one device they are tuned, where there is no one to ask for sums."""
+
+    def alone(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """With the part of the vocabulary that a device has for all of it."""
+        return {"loss": dataclasses.replace(kwargs["loss"], vocab_axes=())}
+
+
+class LinearCrossEntropyBackward(TritonRows, OneDevice):
     """Gradients of hidden states, weight, bias and coefficients: those that the forward made, or made here."""
 
     name = "linear_cross_entropy_bwd"
@@ -217,6 +249,31 @@ class LinearCrossEntropyBackward(TritonRows, Kernel):
         "xla": ("bwd.blocksize_m", "bwd.blocksize_n"),
         "triton": tuple(f"bwd.{name}" for name in triton_launch.FIELDS),
     }
+
+    def dims(self, **arguments: Any) -> Dims:
+        """Rows, and the vocabulary."""
+        return _dims(**arguments)
+
+    def on_shards(
+        self, run: Any, axes: dict[str, tuple[str, ...]], *operands: Any, loss: Loss, reduce: bool, **statics: Any
+    ) -> Any:
+        """Gradients are summed where they are made here, and not those that the forward made."""
+        *others, residuals, dout = operands
+        if "v" in axes:  # of which each device has the whole, and the kernel wants a share
+            dout = dout / jax.lax.axis_size(axes["v"])
+        gradients = run(*others, residuals, dout, loss=_over_vocab_of(axes, loss), reduce=reduce, **statics)
+        made_here = {name: gradients[name] for name in ("hidden", "weight", "bias")}
+
+        def summed(made_here: dict[str, Any]) -> dict[str, Any]:
+            over = {"hidden": axes.get("v", ()), "weight": axes.get("n", ()), "bias": axes.get("n", ())}
+            return {
+                name: equally_varying([jax.lax.psum(g, over[name])], g)[0] if over[name] and g is not None else g
+                for name, g in made_here.items()
+            }
+
+        if reduce:
+            return gradients | jax.lax.cond(residuals[2], lambda made: made, summed, made_here)
+        return gradients | summed(made_here)
 
     def narrow(self, cfg: LinearCrossEntropyConfig) -> LinearCrossEntropyConfig:
         """The backward part of an op's config."""
@@ -271,6 +328,8 @@ class LinearCrossEntropyBackward(TritonRows, Kernel):
         need_h, need_w, _, need_b, need_c = (bool(n) for n in needs)
         (sums, losses), gradients, made = residuals
         dcoefficients = losses * dout if need_c else None
+        if loss.vocab_axes:  # each device has the loss of all
+            dout = jax.lax.psum(dout, loss.vocab_axes)
         wanted = need_h, need_w, need_b
 
         def scaled(_):
@@ -302,7 +361,7 @@ class LinearCrossEntropyBackward(TritonRows, Kernel):
 
     def _again(self, hidden, weight, bias, labels, sums, scale, tile, wanted, loss, precision):
         need_h, need_w, need_b = wanted
-        dtype, vocab = accumulated(hidden, weight), weight.shape[loss.vocab_axis]
+        dtype, vocab, own = accumulated(hidden, weight), loss.vocab(weight), loss.first(weight)
         low_weight = weight.astype(hidden.dtype)
         held = weight.dtype if tile.blocksize_m >= hidden.shape[0] else dtype  # of one chunk the gradient itself
 
@@ -313,7 +372,7 @@ class LinearCrossEntropyBackward(TritonRows, Kernel):
                 dh, dw, db = carry
                 w, b = _columns(low_weight, bias, first, size, loss.vocab_axis)
                 logits = loss.logits(hidden, w, b, precision)
-                grad = loss.gradient(logits, labels, sums, scale, first, vocab)
+                grad = loss.gradient(logits, labels, sums, scale, own + first, vocab)
                 low = grad.astype(hidden.dtype)
                 if need_h:
                     dh = dh + product(low, w, transposed(loss.weight_layout), dtype, precision)
@@ -327,18 +386,18 @@ class LinearCrossEntropyBackward(TritonRows, Kernel):
             zeros = (
                 jnp.zeros(hidden.shape, dtype) if need_h else None,
                 jnp.zeros(weight.shape, held) if need_w else None,
-                jnp.zeros(vocab, dtype) if need_b else None,
+                jnp.zeros(bias.shape, dtype) if need_b else None,
             )
             given = [x for x in (hidden, weight, bias, labels, scale) if x is not None]
             zeros = jax.tree.map(lambda x: equally_varying([x], *given)[0], zeros)
-            dh, dw, db = _over_vocabulary(step, zeros, vocab, tile.blocksize_n)
+            dh, dw, db = _over_vocabulary(step, zeros, weight.shape[loss.vocab_axis], tile.blocksize_n)
             return None if dh is None else dh.astype(hidden.dtype), (dw, db)
 
         dh, (dw, db) = over_rows(chunk, [hidden, labels, scale, *jax.tree.leaves(sums)], tile.blocksize_m)
         return dh, dw, db
 
 
-class LinearCrossEntropyForward(TritonRows, Kernel):
+class LinearCrossEntropyForward(TritonRows, OneDevice):
     """Cross-entropy of a linear map's logits, summed with coefficients or not."""
 
     name = "linear_cross_entropy"
@@ -351,6 +410,14 @@ class LinearCrossEntropyForward(TritonRows, Kernel):
     backward = LinearCrossEntropyBackward()
     tune_with_backward = True
     rows, out_rows = (True, False, True, False, True), (True,)
+
+    def dims(self, **arguments: Any) -> Dims:
+        """Rows, and the vocabulary."""
+        return _dims(**arguments)
+
+    def on_shards(self, run: Any, axes: dict[str, tuple[str, ...]], *operands: Any, loss: Loss, **statics: Any) -> Any:
+        """Where the vocabulary is split, the devices tell each other the sums of each row."""
+        return run(*operands, loss=_over_vocab_of(axes, loss), **statics)
 
     def narrow(self, cfg: LinearCrossEntropyConfig) -> LinearCrossEntropyConfig:
         """The forward part of an op's config."""
@@ -440,12 +507,12 @@ class LinearCrossEntropyForward(TritonRows, Kernel):
 
     def _statistics(self, hidden, weight, labels, bias, cfg, loss, precision):
         weight = weight.astype(hidden.dtype)
-        vocab = weight.shape[loss.vocab_axis]
+        vocab, own = loss.vocab(weight), loss.first(weight)
 
         def chunk(hidden, labels):
             hidden = _only_counted(hidden, labels)
             if cfg.backend == "triton":
-                sums = triton_launch.sums(hidden, weight, labels, bias, cfg.fwd, loss, precision)
+                sums = loss.joined(triton_launch.sums(hidden, weight, labels - own, bias, cfg.fwd, loss, precision))
             else:
                 sums = _sums(hidden, weight, bias, labels, loss, cfg.fwd.blocksize_n, precision)
             return (sums, loss.losses(labels, sums, vocab)), ()
@@ -453,14 +520,14 @@ class LinearCrossEntropyForward(TritonRows, Kernel):
         return over_rows(chunk, [hidden, labels], cfg.fwd.blocksize_m)[0]
 
     def _with_gradients(self, hidden, weight, labels, bias, scale, tile, loss, precision):
-        dtype, vocab = accumulated(hidden, weight), weight.shape[loss.vocab_axis]
+        dtype, vocab, own = accumulated(hidden, weight), loss.vocab(weight), loss.first(weight)
 
         def chunk(hidden, labels, scale):
             hidden = _only_counted(hidden, labels)
             logits = loss.logits(hidden, weight, bias, precision)
-            sums = Sums.none(hidden.shape[0], dtype).plus(logits, labels, 0)
+            sums = loss.joined(Sums.none(hidden.shape[0], dtype).plus(logits, labels, own))
             losses = loss.losses(labels, sums, vocab)
-            grad = loss.gradient(logits, labels, sums, scale, 0, vocab)
+            grad = loss.gradient(logits, labels, sums, scale, own, vocab)
             low = grad.astype(hidden.dtype)
             dh = product(low, weight, transposed(loss.weight_layout), dtype, precision)
             dw = weight_gradient(hidden, low, "oi", dtype, precision)

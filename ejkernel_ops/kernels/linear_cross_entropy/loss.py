@@ -22,6 +22,25 @@ class Loss:
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     logits_dtype: str | None = None  # in which products are made; `None`: that of the sums
+    vocab_axes: tuple[str, ...] = ()  # mesh axes that split the vocabulary: of the weight a device has a part of it
+
+    def vocab(self, weight: Any) -> int:
+        """The size of the whole vocabulary."""
+        own = weight.shape[self.vocab_axis]
+        return own * jax.lax.axis_size(self.vocab_axes) if self.vocab_axes else own
+
+    def first(self, weight: Any) -> Any:
+        """The number of the first entry of the vocabulary that this device has."""
+        return jax.lax.axis_index(self.vocab_axes) * weight.shape[self.vocab_axis] if self.vocab_axes else 0
+
+    def joined(self, sums: Sums) -> Sums:
+        """What is known of rows on all devices that have a part of the vocabulary: one number of each row and sum."""
+        if not self.vocab_axes:
+            return sums
+        top = jax.lax.pmax(jax.lax.stop_gradient(sums.top), self.vocab_axes)
+        finite = jnp.where(top == -jnp.inf, 0.0, top)
+        parts = jnp.stack([sums.exps * jnp.exp(sums.top - finite), sums.picked, sums.total])
+        return Sums(top, *jax.lax.psum(parts, self.vocab_axes))
 
     @property
     def vocab_axis(self) -> int:
@@ -38,10 +57,13 @@ class Loss:
 
     def logits(self, hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, precision: Any) -> jax.Array:
         """Logits `(rows, vocab)` in float32, float64 for float64 inputs, after rounding to their type."""
-        dtype = accumulated(hidden, weight)
-        logits = self.product(hidden, weight, precision).astype(dtype)
+        return self.from_product(self.product(hidden, weight, precision).astype(accumulated(hidden, weight)), bias)
+
+    def from_product(self, product: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Logits in the type of sums, from a product without bias and cap."""
+        logits = product.astype(accumulated(product))
         if bias is not None:
-            logits = logits + bias.astype(dtype)
+            logits = logits + bias.astype(logits.dtype)
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
     def losses(self, labels: jax.Array, sums: Sums, vocab: int) -> jax.Array:

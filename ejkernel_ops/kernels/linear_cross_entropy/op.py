@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from ...errors import UnsupportedError
+from ...core.partition import require_manual
 from ...execution.executor import default_executor
 from ..config import as_array, canonical_precision, explicit_config, static_number
 from ..rows import accumulated, flat_rows
@@ -62,7 +62,9 @@ def linear_cross_entropy(
         reduction: `"mean"`, the sum of the weighted losses over the sum of the weights (without weights: over the
             count of tokens that are not ignored; 0 where that is 0), `"sum"`, or `"none"`.
         weight_layout: `"io"` or `"oi"`; neither copies the weight.
-        vocab_axis: a mesh axis over which the vocabulary is split; not supported yet.
+        vocab_axis: inside `jax.shard_map`, the mesh axis over which the vocabulary is split: `weight` and `bias` are
+            this device's part of it, `hidden` and labels those of all. The devices then tell each other three numbers
+            of each token. Elsewhere the sharding of the weight says all that.
         dtype: in which hidden states and weight are multiplied, as the `dtype` of Flax's layers; default that to which
             both promote. The gradient of a wider weight is not rounded to it.
         logits_dtype: to which the product is rounded before bias and cap: `float32`, or default what a layer of `dtype`
@@ -81,7 +83,7 @@ def linear_cross_entropy(
             or precision.
         TypeError: floats that are none, labels that are no ints, types that are no floats.
         ConfigError: a config of another type, or with a field that its back end lacks; both `config` and `cfg`.
-        UnsupportedError: a back end that cannot do the call; `vocab_axis`.
+        UnsupportedError: a back end that cannot do the call.
 
     Example:
         >>> import jax.numpy as jnp
@@ -96,13 +98,14 @@ def linear_cross_entropy(
         raise ValueError(f"weight_layout is {weight_layout!r}; expected 'io' (in, vocab) or 'oi' (vocab, in)")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}; expected 'mean', 'sum' or 'none'")
-    if vocab_axis is not None:
-        raise UnsupportedError(f"vocab_axis is {vocab_axis!r}; a split vocabulary is not supported yet, pass None")
     hidden, weight, labels = as_array("hidden", hidden), as_array("weight", weight), as_array("labels", labels)
     bias = None if bias is None else as_array("bias", bias)
     token_weights = None if token_weights is None else as_array("token_weights", token_weights)
     _check_types(hidden=hidden, weight=weight, bias=bias, token_weights=token_weights)
+    axes = {} if vocab_axis is None else {"v": vocab_axis}
+    require_manual(LINEAR_CROSS_ENTROPY, axes)
     vocab = _check_shapes(hidden, weight, labels, bias, token_weights, weight_layout)
+    vocab *= 1 if vocab_axis is None else jax.lax.axis_size(vocab_axis)
     _check_labels(labels, vocab, ignore_index)
     dtype = _float_type("dtype", dtype) or jnp.promote_types(hidden.dtype, weight.dtype)
     logits_dtype = _float_type("logits_dtype", logits_dtype) or (dtype if dtype == jnp.bfloat16 else None)
@@ -119,8 +122,10 @@ def linear_cross_entropy(
     out = default_executor()(
         LINEAR_CROSS_ENTROPY, hidden, weight, flat, bias, coefficients,
         cfg=explicit_config(LinearCrossEntropyConfig, config, cfg, backend), loss=loss, reduce=reduction != "none",
-        precision=canonical_precision(precision),
+        precision=canonical_precision(precision), axes=axes,
     )  # fmt: skip
+    if vocab_axis is not None:  # all have the same, and now their types say so
+        out = jax.lax.pmean(out, vocab_axis)
     return out.reshape(labels.shape) if reduction == "none" else out
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...core.dims import Dims
 from ...core.invocation import Invocation
 from .. import activation_launch
 from ..activation_launch import Gradients, Products
@@ -96,6 +97,20 @@ def _back(products: Products, dout: jax.Array, activation: str, dtype: Any) -> G
     return Gradients(product=grad * up, up=dout * value, out=value * up, bias=grad * up, up_bias=dout * value)
 
 
+def _dims(*, weight_layout: str, down_bias: Any, **arguments: Any) -> Dims:
+    """Rows and hidden features: what each device makes of some of those is summed before the last bias."""
+    first, second = ("in m", "m out") if weight_layout == "io" else ("m in", "out m")
+    out = "*rows out" if down_bias is None else "*rows out | m"
+    return Dims(
+        operands={
+            "x": "*rows in", "up_weight": first, "gate_weight": first, "up_bias": "m", "gate_bias": "m",
+            "down_weight": second, "down_bias": "out | m", "out": "*rows out", "dout": "*rows out",
+            **dict.fromkeys(("up", "gate", "dup", "dgate"), "*rows m"),
+        },
+        outputs=(out, "*rows m", "*rows m"), split="*rows m",
+    )  # fmt: skip
+
+
 class MlpBackward(TritonRows, RowKernel):
     """Gradients of an MLP."""
 
@@ -106,6 +121,10 @@ class MlpBackward(TritonRows, RowKernel):
     with_rows = ("x", "out", "up", "gate", "dout", "dup", "dgate")
     lazy_cotangents = True
     fields = {"xla": ("bwd.blocksize_m",), "triton": tuple(f"bwd.{n}" for n in activation_launch.BACKWARD_FIELDS)}
+
+    def dims(self, **arguments: Any) -> Dims:
+        """Rows and hidden features."""
+        return _dims(**arguments)
 
     def triton_cfgs(self, inv: Invocation) -> list[MlpConfig]:
         """Tiles, and rows of a program."""
@@ -206,6 +225,20 @@ class MlpForward(TritonRows, RowKernel):
     rows, out_rows = (True, False, False, False, False, False, False), (True, True, True)
     backward = MlpBackward()
     fields = {"xla": ("fwd.blocksize_m",), "triton": tuple(f"fwd.{n}" for n in activation_launch.FORWARD_FIELDS)}
+
+    def dims(self, **arguments: Any) -> Dims:
+        """Rows and hidden features."""
+        return _dims(**arguments)
+
+    def on_shards(self, run: Any, axes: dict[str, tuple[str, ...]], *operands: Any, **statics: Any) -> Any:
+        """Where hidden features are split, the sum of products comes before the last bias."""
+        *others, down_bias = operands
+        if "m" not in axes or down_bias is None:
+            return run(*operands, **statics)
+        out, up, gate = run(*others, None, **statics)
+        out = jax.lax.psum(out, axes["m"])
+        dtype = accumulated(out, down_bias)
+        return (out.astype(dtype) + down_bias.astype(dtype)).astype(out.dtype), up, gate
 
     def triton_cfgs(self, inv: Invocation) -> list[MlpConfig]:
         """Tiles."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from ...core.dims import Dims
 from ...core.invocation import Invocation
 from ...utils.fingerprint import platform_kind
 from ..config import OpConfig
@@ -37,6 +38,15 @@ class NormConfig(OpConfig):
     """
 
 
+_DIMS = Dims(
+    operands={
+        **dict.fromkeys(("x", "residual", "normed", "summed", "dnormed", "dsummed"), "*rows f"),
+        **dict.fromkeys(("mean", "rstd", "dmean", "drstd"), "*rows one"), "scale": "f", "bias": "f",
+    },
+    outputs=("*rows f", "*rows f", "*rows one", "*rows one"), split="*rows",
+)  # fmt: skip
+
+
 class NormBackward(TritonRows, RowKernel):
     """Gradients of a norm, in one pass over the rows.
 
@@ -54,6 +64,10 @@ class NormBackward(TritonRows, RowKernel):
     lazy_cotangents = True
     fields = {"xla": ("bwd.blocksize_m",), "triton": tuple(f"bwd.{n}" for n in triton_launch.BACKWARD_FIELDS)}
     centred: ClassVar[bool]
+
+    def dims(self, **arguments: Any) -> Dims:
+        """Rows."""
+        return _DIMS
 
     def triton_cfgs(self, inv: Invocation) -> list[NormConfig]:
         """Tiles of rows, and rows of a program."""
@@ -125,6 +139,10 @@ class NormForward(TritonRows, RowKernel):
     rows, out_rows = (True, False, False, True), (True, True, True, True)
     fields = {"xla": ("fwd.blocksize_m",), "triton": tuple(f"fwd.{n}" for n in triton_launch.FORWARD_FIELDS)}
     centred: ClassVar[bool]
+
+    def dims(self, **arguments: Any) -> Dims:
+        """Rows."""
+        return _DIMS
 
     def triton_cfgs(self, inv: Invocation) -> list[NormConfig]:
         """Tiles of rows."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...core.dims import Dims
 from ...core.invocation import Invocation
 from ...core.kernel import is_float
 from ...params import BwdParams, FwdParams
@@ -47,6 +48,11 @@ class TokenKernel(TritonRows, RowKernel):
     config_cls = RotaryConfig
     launch = triton_launch
     prefers_xla = True  # which is as fast, and fuses the slices of products of several projections
+
+    def dims(self, **arguments: Any) -> Dims:
+        """Examples, tokens and heads."""
+        tokens = dict.fromkeys(("x", "out", "dout"), "b t h d")
+        return Dims(operands={**tokens, "positions": "b t"}, outputs="b t h d", split="b t h")
 
     def triton_cfgs(self, inv: Invocation) -> list[RotaryConfig]:
         """Tiles."""

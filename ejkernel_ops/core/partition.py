@@ -1,0 +1,267 @@
+"""Where a call meets a mesh: under Explicit axes it is mapped here, under Auto axes XLA asks how to share it out.
+
+Source: `jax.experimental.custom_partitioning`, and Shardy's sharding rules, openxla.org/shardy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from ..errors import ConfigError
+from .dims import Array, Arrays, Spec
+from .refined_mesh import axis_name, primes, specs_over_primes
+from .shards import Plan, plan
+
+_NO_MESH = AbstractMesh((), ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices of a program that is lowered.
+
+    Args:
+        axes: `(name, size, whether each device already sees its own part along it)` of the mesh; without a mesh one.
+    """
+
+    axes: tuple[tuple[str, int, bool], ...]
+
+    @property
+    def shared(self) -> int:
+        """How many devices XLA shares arrays out to."""
+        return math.prod(size for _, size, is_manual in self.axes if not is_manual)
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return math.prod(size for _, size, _ in self.axes)
+
+
+def devices_of(ctx: mlir.LoweringRuleContext) -> Devices:
+    """The devices of the program that a rule lowers a part of."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, mlir.ShardingContext):
+        mesh = _mesh_of(ctx.avals_in)
+        if mesh is not None and mesh.size == context.num_devices:
+            return Devices(tuple((name, size, False) for name, size in mesh.shape.items()))
+        return Devices((("devices", context.num_devices, False),))
+    if isinstance(context, mlir.SPMDAxisContext):
+        return Devices(tuple((name, size, name in context.manual_axes) for name, size in context.mesh.shape.items()))
+    return Devices(())
+
+
+def is_supported(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether XLA can ask this process how to share a call out: not of a program that is exported."""
+    shardy = jax.config.jax_use_shardy_partitioner  # pyright: ignore[reportAttributeAccessIssue]
+    return shardy and not ctx.module_context.lowering_parameters.for_export
+
+
+def is_explicit(avals: Sequence[Any]) -> bool:
+    """Whether the types of arrays say how they are split."""
+    return (mesh := _mesh_of(avals)) is not None and AxisType.Explicit in mesh.axis_types
+
+
+def _mesh_of(avals: Sequence[Any]) -> AbstractMesh | None:
+    return next((aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty), None)
+
+
+def require_manual(kernel: Any, axes: Mapping[str, str]) -> None:
+    """Refuses mesh axes that no `shard_map` around a call has, or a kernel that cannot be split over any.
+
+    Raises:
+        ConfigError: what came, and what is there.
+    """
+    if not axes:
+        return
+    if not kernel.has_dims:
+        raise ConfigError(f"axes is {dict(axes)}, and {kernel.op_id_v} defines no dims: nothing says what they split")
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual]
+    if wrong := [axis for axis in axes.values() if axis not in manual]:
+        raise ConfigError(
+            f"{wrong[0]!r} is no mesh axis of a jax.shard_map around this call, whose axes are {manual or 'none'}; "
+            "elsewhere leave it out: there the shardings of the arrays say what is split"
+        )
+
+
+# Explicit axes
+
+
+def mapped(body: Callable[..., list[Any]], arrays: Arrays, operands: Sequence[Any], types: Sequence[Any]) -> list[Any]:
+    """Outputs of a call whose types say how its operands are split, each device on its own parts.
+
+    Args:
+        body: from a plan and a device's parts of the operands to its parts of the outputs.
+        arrays: those of the call.
+        operands: its operands.
+        types: those of its outputs.
+    """
+    avals = [*map(jax.typeof, operands), *types]
+    mesh, explicit = _explicit(avals)
+    specs = [_explicit_spec(aval, explicit) for aval in avals]
+    found = plan(arrays, specs, mesh.shape.__getitem__)
+    run = jax.shard_map(
+        lambda *parts: tuple(body(found, *parts)), mesh=mesh, in_specs=found.operands, out_specs=found.outputs,
+        axis_names=explicit, check_vma=False,
+    )  # fmt: skip
+    moved = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, found.operands)]
+    return [jax.sharding.reshard(out, NamedSharding(mesh, aval.sharding.spec)) for out, aval in zip(run(*moved), types)]
+
+
+def explicit_types(arrays: Arrays, operands: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """The types of outputs with how they are split, which follows from how the operands are.
+
+    Args:
+        arrays: those of the call.
+        operands: the types of its operands.
+        outputs: the types of its outputs, nothing said of how they are split.
+    """
+    mesh, explicit = _explicit(operands)
+    specs = [_explicit_spec(aval, explicit) for aval in operands] + [((),) * len(aval.shape) for aval in outputs]
+    found = plan(arrays, specs, mesh.shape.__getitem__)
+    like = max(operands, key=lambda aval: len(aval.manual_axis_type.varying))  # inside a `shard_map` outputs vary, too
+    return [
+        like.update(shape=x.shape, dtype=x.dtype, weak_type=x.weak_type, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(outputs, found.outputs)
+    ]
+
+
+def without_mesh() -> contextlib.AbstractContextManager:
+    """Context in which there are no devices to share anything."""
+    return jax.sharding.use_abstract_mesh(_NO_MESH)
+
+
+def _explicit(avals: Sequence[Any]) -> tuple[AbstractMesh, set[str]]:
+    """The mesh of some types, and its axes that types know of."""
+    mesh = _mesh_of(avals)
+    assert mesh is not None
+    return mesh, {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
+
+
+def _explicit_spec(aval: Any, explicit: set[str]) -> Spec:
+    if aval.sharding.mesh.empty:
+        return ((),) * len(aval.shape)
+    axes = [() if part is None else part if isinstance(part, tuple) else (part,) for part in aval.sharding.spec]
+    return tuple(tuple(axis for axis in part if axis in explicit) for part in axes)
+
+
+# Auto axes
+
+
+def partitioned(
+    whole: Callable[..., list[Any]],
+    body: Callable[..., list[Any]],
+    arrays: Arrays,
+    devices: Devices,
+) -> Callable[..., list[Any]]:
+    """A call that XLA shares out when it compiles, to be lowered with `in_context`.
+
+    Args:
+        whole: the call of whole arrays, whose types are all that is asked of it.
+        body: from a plan and a device's parts of the operands to its parts of the outputs.
+        arrays: those of the call.
+        devices: those of the program.
+    """
+    settings = _settings()  # what is traced while XLA compiles may be in another thread, or under others' contexts
+
+    def partition(_mesh: Any, operand_types: Sequence[Any], output_types: Sequence[Any]) -> Any:
+        found, mesh, sub = _found(arrays, devices, [*operand_types, *output_types])
+
+        def lower(*parts: Any) -> tuple[Any, ...]:
+            with settings(), set_xla_metadata(inlineable="false"):  # else XLA overwrites the labels of the body
+                return tuple(jax.jit(functools.partial(body, found))(*parts))
+
+        shardings = [tuple(NamedSharding(sub, spec) for spec in specs) for specs in (found.outputs, found.operands)]
+        return mesh, lower, *shardings
+
+    call = custom_partitioning(lambda *operands: tuple(whole(*operands)))
+    call.def_partition(partition, sharding_rule=_rule(arrays), decode_shardings=False)
+    return lambda *operands: list(call(*operands))
+
+
+def in_context(ctx: mlir.LoweringRuleContext, devices: Devices) -> mlir.LoweringRuleContext:
+    """The context in which JAX lowers what is partitioned: it wants devices, though only their number matters."""
+    context = mlir.ShardingContext(devices.count, (jax.local_devices()[0],) * devices.count)
+    return ctx.replace(module_context=ctx.module_context.replace(axis_context=context))
+
+
+def _found(arrays: Arrays, devices: Devices, types: Sequence[Any]) -> tuple[Plan, Mesh, Mesh]:
+    """The plan for arrays that XLA has split, the mesh of all devices, and that of those that it shares them out to.
+
+    Both are made of axes of prime sizes; in one that is manual already each device has its part, but sums over other
+    axes still need to know of it.
+    """
+    shared = [size for _, size, is_manual in devices.axes if not is_manual]
+    hlo = [_hlo_sharding(t) for t in types]
+    sizes, specs = specs_over_primes(hlo, [len(t.shape) for t in types], shared)
+    names = [axis_name(i) for i in range(len(sizes))]
+    found = plan(arrays, specs, dict(zip(names, sizes)).__getitem__)
+    left = iter(zip(names, sizes))
+    all_axes = [
+        axis
+        for name, size, is_manual in devices.axes
+        for axis in ([(f"manual_{name}", size)] if is_manual else itertools.islice(left, len(primes(size))))
+    ]
+    return found, _mesh(all_axes), _mesh(list(zip(names, sizes)))
+
+
+def _hlo_sharding(type_: Any) -> Any:
+    sharding = getattr(type_, "sharding", None)
+    return None if sharding is None else sharding._to_xla_hlo_sharding(len(type_.shape))
+
+
+def _mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
+    """A mesh of so many devices: XLA numbers them, and which they are is of no account."""
+    count = math.prod(size for _, size in axes)
+    devices = np.array([jax.local_devices()[0]] * count).reshape([size for _, size in axes])
+    return Mesh(devices, [name for name, _ in axes])
+
+
+def _rule(arrays: Arrays) -> SdyShardingRule:
+    """How a split of one array goes on to others: by their common factors, and not at all along other axes.
+
+    Nor does that of a vector which rows share: where parameters are kept in parts, a bias would split the features of
+    rows along the axis that splits the rows.
+    """
+    own = itertools.count()
+
+    def mapping(array: Array) -> ArrayMapping:
+        goes_on = len(array.shape) > 1 or array.factors & arrays.lead or any(array is out for out in arrays.outputs)
+        dims = [(factors if goes_on else ()) or (f"own{next(own)}",) for factors in array.layout]
+        return ArrayMapping(*(_factor(f[0]) if len(f) == 1 else CompoundFactor(*map(_factor, f)) for f in dims))
+
+    operands, outputs = ([mapping(a) for a in group] for group in (arrays.operands, arrays.outputs))
+    layouts = [axis for a in (*arrays.operands, *arrays.outputs) for axis in a.layout]
+    alone = {axis[0] for axis in layouts if len(axis) == 1}
+    inside = {factor for axis in layouts if len(axis) > 1 for factor in axis} - alone
+    sizes: dict[str, Any] = {_factor(f): arrays.sizes[f] for f in sorted(inside)}
+    return SdyShardingRule(tuple(operands), tuple(outputs), **sizes)
+
+
+def _factor(name: str) -> str:
+    """A factor's name as Shardy takes names."""
+    return "f" + "".join(c if c.isalnum() else "_" for c in name)
+
+
+def _settings() -> Callable[[], contextlib.AbstractContextManager]:
+    """What brings the settings of this moment back that products and types depend on."""
+    precision, x64 = jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+
+    @contextlib.contextmanager
+    def again():
+        with jax.default_matmul_precision(precision), jax.enable_x64(x64), without_mesh():
+            yield
+
+    return again

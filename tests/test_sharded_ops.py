@@ -1,0 +1,185 @@
+"""Each op over a mesh of 2 x 4: right in both directions, on local shapes, and nothing is gathered that need not be."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ejkernel_ops as ej
+from ejkernel_ops.execution.local_calls import with_local_labels
+from ejkernel_ops.utils.meta import call_sites, split_label
+
+from .ops import normal
+
+SEGMENTS = np.repeat([[0, 0, 0, 1, 1, 2, 2, -1]], 4, 0)
+LABELS = np.arange(16) % 24
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+
+
+MESHES = {"auto": mesh_of(AxisType.Auto), "explicit": mesh_of(AxisType.Explicit)}
+ROWS, COLUMNS, HEADS = P("data"), P(None, "model"), P("data", None, "model")
+
+
+def qkv(kv_heads, kv=HEADS, heads=8, **more):
+    shapes = [(4, 8, heads, 4), (4, 8, kv_heads, 4), (4, 8, kv_heads, 4)]
+    return [(normal(i, *shape), spec) for i, (shape, spec) in enumerate(zip(shapes, (HEADS, kv, kv)))]
+
+
+def causal(*x):
+    return ej.flash_attention(*x, causal=True)
+
+
+def biased(query, key, value, bias, sinks):
+    return ej.flash_attention(query, key, value, bias=bias, sinks=sinks)
+
+
+def packed(query, key, value):
+    lengths = jnp.array([8, 5, 0, 7])
+    return ej.flash_attention(query, key, value, q_segment_ids=SEGMENTS, kv_segment_ids=SEGMENTS, kv_lengths=lengths)
+
+
+def masked(query, key, value):
+    mask = jnp.tril(jnp.ones((8, 8), bool))[None, None]
+    return ej.flash_attention(query, key, value, mask=mask, sliding_window=3)
+
+
+def mlp(x, up, down, up_bias, down_bias):
+    return ej.mlp(x, up, down, up_bias=up_bias, down_bias=down_bias, activation="silu")
+
+
+def turned(x):
+    return ej.rotary_embedding(x, jnp.arange(8))
+
+
+def loss(hidden, weight, **options):
+    return ej.linear_cross_entropy(hidden, weight, LABELS, **options)
+
+
+X, W = normal(10, 8, 8, 16), normal(11, 16, 32)
+BIAS, SCALE = normal(12, 32), normal(13, 16)
+CASES = {  # the op, its operands with their shardings, the shapes of the arrays that it may gather
+    "attention": (causal, qkv(4), []),
+    "attention, one head each": (causal, qkv(8), []),
+    "attention, fewer key heads than devices": (causal, qkv(2, P("data")), [(2, 8, 2, 4)]),
+    "attention, one key head": (causal, qkv(1, P("data")), []),
+    "attention, odd heads": (causal, qkv(3, P("data"), heads=12), None),
+    "attention over the batch": (causal, [(x, P(("data",))) for x, _ in qkv(3, heads=6)], []),
+    "bias": (biased, [*qkv(4), (normal(3, 1, 8, 8, 8), P(None, "model")), (normal(4, 8), P("model"))], []),
+    "bias of all": (biased, [*qkv(4), (normal(3, 8, 8), P()), (normal(4, 8), P("model"))], []),
+    "bias of examples": (biased, [*qkv(4), (normal(3, 4, 1, 8, 8), P("data")), (normal(4, 8), P("model"))], []),
+    "packed": (packed, qkv(4), []),
+    "masked": (masked, qkv(2, P("data")), [(2, 8, 2, 4)]),
+    "linear": (lambda x, w: ej.linear(x, w), [(X, ROWS), (W, COLUMNS)], []),
+    "linear and bias": (
+        lambda x, w, b: ej.linear(x, w, b, activation="gelu"), [(X, ROWS), (W, COLUMNS), (BIAS, P("model"))], [],
+    ),
+    "linear, split features": (ej.linear, [(X, HEADS), (W, P("model")), (BIAS, P())], []),
+    "linear, split features, activation": (
+        lambda x, w, b: ej.linear(x, w, b, activation="silu"), [(X, HEADS), (W, P("model")), (BIAS, P())], [],
+    ),
+    "linear, layout oi": (
+        lambda x, w: ej.linear(x, w, weight_layout="oi"), [(X, ROWS), (W.T, P("model"))], [],
+    ),
+    "linear, fully sharded": (ej.linear, [(X, ROWS), (W, P("data")), (BIAS, P("data"))], [(16, 32), (32,)]),
+    "gated": (ej.gated_linear, [(X, ROWS), (W, COLUMNS), (W + 1, COLUMNS)], []),
+    "gated, one weight": (lambda x, w: ej.gated_linear(x, w, None), [(X, ROWS), (W, P())], []),
+    "mlp": (mlp, [(X, ROWS), (W, COLUMNS), (W.T, P("model")), (BIAS, P("model")), (SCALE, P())], []),
+    "rms_norm": (ej.rms_norm, [(X, ROWS), (SCALE, P())], []),
+    "layer_norm": (ej.layer_norm, [(X, P("data")), (SCALE, P()), (SCALE, P())], []),
+    "rms_norm of split lengths": (ej.rms_norm, [(normal(14, 4, 8, 16), P("data", "model")), (SCALE, P())], []),
+    "rotary": (turned, qkv(4)[:1], []),
+    "cross-entropy": (loss, [(normal(15, 16, 8), ROWS), (normal(16, 8, 24), P())], []),
+    "cross-entropy, split vocabulary": (
+        loss, [(normal(15, 16, 8), ROWS), (normal(16, 8, 24), COLUMNS), ], [],
+    ),
+    "cross-entropy, split vocabulary, bias": (
+        lambda h, w, b, t: loss(h, w, weight_layout="oi", bias=b, token_weights=t, label_smoothing=0.1, z_loss=1e-2),
+        [(normal(15, 16, 8), ROWS), (normal(16, 24, 8), P("model")), (normal(17, 24), P("model")),
+         (np.abs(normal(18, 16)), P("data"))], [],
+    ),
+    "cross-entropy of rows, split vocabulary": (
+        lambda h, w: loss(h, w, reduction="none", logits_soft_cap=5.0),
+        [(normal(15, 16, 8), ROWS), (normal(16, 8, 24), COLUMNS)], [],
+    ),
+    "cross-entropy, split vocabulary, no gradients in the forward": (
+        lambda h, w: loss(h, w, config=ej.LinearCrossEntropyConfig(recompute=True)),
+        [(normal(15, 16, 8), P()), (normal(16, 8, 24), COLUMNS)], [],
+    ),
+    "cross-entropy of rows": (
+        lambda h, w: loss(h, w, reduction="none"), [(normal(15, 16, 8), ROWS), (normal(16, 8, 24), P())], [],
+    ),
+    "cross-entropy, no gradients in the forward": (
+        lambda h, w: loss(h, w, config=ej.LinearCrossEntropyConfig(recompute=True)),
+        [(normal(15, 16, 8), ROWS), (normal(16, 8, 24), P())], [],
+    ),
+}  # fmt: skip
+
+
+def gradients(fn):
+    """Output and gradients; a sum of the output would tell little of it."""
+
+    def weighted(*args):
+        out = fn(*args)
+        return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum(), out
+
+    def both(*args):
+        (_, out), grads = jax.value_and_grad(weighted, tuple(range(len(args))), has_aux=True)(*args)
+        return out, grads
+
+    return both
+
+
+def placed(mesh, operands):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in operands]
+
+
+def gathered(compiled):
+    """The shapes of what a compiled program gathers or moves between devices."""
+    moved = re.findall(r"= \(?\w+\[([\d,]*)\][^=]* (?:all-gather|all-to-all|collective-permute)\(", compiled.as_text())
+    return [tuple(map(int, shape.split(","))) if shape else () for shape in moved]
+
+
+def close(found, wanted):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(1.0, np.abs(b).max()))
+
+
+@functools.cache
+def wanted_of(case):
+    """What one device makes of the whole arrays."""
+    fn, operands, _ = CASES[case]
+    with jax.set_mesh(jax.make_mesh((1,), ("alone",), axis_types=(AxisType.Auto,))):
+        return jax.jit(gradients(fn))(*[x for x, _ in operands])
+
+
+@pytest.fixture(params=list(MESHES))
+def mesh(request):
+    with jax.set_mesh(MESHES[request.param]):
+        yield MESHES[request.param]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_device_runs_its_own_part(case, mesh):
+    fn, operands, may_gather = CASES[case]
+    step = jax.jit(gradients(fn))
+    sharded = placed(mesh, operands)
+    ej.clear_invocations()
+    lowered = step.lower(*sharded)
+    predicted = {split_label(site.label) for site in call_sites(with_local_labels(lowered.as_text()))}
+    ej.clear_invocations()
+    compiled = step.lower(*sharded).compile()
+    found = compiled(*sharded)
+    recorded = {(op, key) for op, calls in ej.get_invocations().items() for key in calls}
+    assert predicted
+    assert recorded <= predicted
+    if may_gather is not None:
+        assert set(gathered(compiled)) <= {*may_gather}
+    close(found, wanted_of(case))
