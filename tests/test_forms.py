@@ -785,7 +785,7 @@ def test_batches_refuse_what_is_no_executor(batch, wrong):
 
 
 def test_pmap_refuses_another_number_of_rows_than_devices():
-    refuses(lambda: pmap_with_config(TOLD)(np.ones((5, 3))), ValueError, "number of devices")
+    refuses(lambda: pmap_with_config(TOLD)(np.ones((9, 3))), ValueError, "number of devices")
     refuses(lambda: pmap_with_config(TOLD, "a", axis_name="b"), TypeError, "one axis_name too many")
 
 

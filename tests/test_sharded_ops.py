@@ -152,12 +152,16 @@ def close(found, wanted):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(1.0, np.abs(b).max()))
 
 
+def wanted_alone(fn, arrays):
+    """What one device makes of whole arrays."""
+    with jax.set_mesh(jax.make_mesh((1,), ("alone",), axis_types=(AxisType.Auto,))):
+        return jax.jit(gradients(fn))(*arrays)
+
+
 @functools.cache
 def wanted_of(case):
-    """What one device makes of the whole arrays."""
     fn, operands, _ = CASES[case]
-    with jax.set_mesh(jax.make_mesh((1,), ("alone",), axis_types=(AxisType.Auto,))):
-        return jax.jit(gradients(fn))(*[x for x, _ in operands])
+    return wanted_alone(fn, [x for x, _ in operands])
 
 
 @pytest.fixture(params=list(MESHES))
