@@ -36,7 +36,7 @@ from .call import Call, backward_call, flatten_gradients, gradient_types, make_c
 from .dims import Arrays, arrays_of, lacking, summed_axes
 from .gradient_methods import plain_gradients
 from .kernel import is_float
-from .shards import Plan, on_shards
+from .shards import Plan, Tools, on_shards
 from .spread import spread
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -85,7 +85,7 @@ def _gradient(call: Call, gradient: Any, like: Any) -> Any:
 def _run(*operands: Any, call: Call, platform: str | None = None) -> list[Any]:
     """The call as plain JAX code, config chosen."""
     if call.axes:
-        return _among_others(*operands, call=call)
+        return _among_others(*operands, call=call, platform=platform)
     cfg = choose(call.invocation(operands, platform), call.snapshot, call.generation).cfg
     return _on_auto_axes(lambda *operands: execute(call, cfg, operands, platform), operands, call)
 
@@ -181,13 +181,14 @@ def _lowered(*operands: Any, call: Call, platform: str) -> list[Any]:
 def _rule(ctx: mlir.LoweringRuleContext, *values: Any, call: Call, platform: str) -> Any:
     """A call as it runs on the devices of its program: on one, or shared out by its types, or by XLA."""
     if call.axes:
-        return mlir.lower_fun(functools.partial(_among_others, call=call), multiple_results=True)(ctx, *values)
+        run = functools.partial(_among_others, call=call, platform=platform)
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
     devices, avals = partition.devices_of(ctx), ctx.avals_in
     by_types, by_xla = partition.is_explicit(avals), devices.shared > 1
     arrays = _shareable(call, tuple(avals)) if by_types or (by_xla and partition.is_supported(ctx)) else None
     run = functools.partial(_lowered, call=call, platform=platform)
     if arrays is not None and by_types:
-        run = functools.partial(_mapped, call=call, arrays=arrays)
+        run = functools.partial(_mapped, call=call, platform=platform, arrays=arrays)
     elif arrays is not None:
         ctx = partition.in_context(ctx, devices)
         run = functools.partial(_partitioned, call=call, platform=platform, arrays=arrays, devices=devices)
@@ -201,12 +202,21 @@ def _shareable(call: Call, avals: tuple) -> Arrays | None:
     return arrays_of(call, avals, types, tree, _out_kinds(call, tree, len(types)))
 
 
-def _body(call: Call, plan: Plan, *parts: Any) -> list[Any]:
-    """The outputs of one device from its parts of the operands."""
-    return on_shards(kernel_p.bind, output_tree, call, plan, parts)
+def tools(platform: str | None) -> Tools:
+    """What runs the calls of one device's parts on a platform."""
+
+    def chosen(call: Call, operands: Sequence[Any]) -> Any:
+        return choose(call.invocation(operands, platform), call.snapshot, call.generation).cfg
+
+    return Tools(kernel_p.bind, output_tree, chosen)
 
 
-def _among_others(*operands: Any, call: Call) -> list[Any]:
+def _body(call: Call, platform: str) -> Callable[..., list[Any]]:
+    """What gives the outputs of one device, from a plan and its parts of the operands."""
+    return lambda plan, *parts: on_shards(tools(platform), call, plan, parts)
+
+
+def _among_others(*operands: Any, call: Call, platform: str | None) -> list[Any]:
     """A call inside `shard_map` that devices do together: each has its parts, and all of what has no part.
 
     Of an output that all have, JAX sums the cotangents of all; of an operand that all have, it sums the gradients.
@@ -227,7 +237,7 @@ def _among_others(*operands: Any, call: Call) -> list[Any]:
         pairs = zip(operands[first:], arrays.operands[first:])
         operands = (*operands[:first], *(_psum(x, lacking(array, axes)) for x, array in pairs))
     found = Plan(axes, (), (), sums, ((),) * len(sums))
-    outs = on_shards(kernel_p.bind, output_tree, call, found, operands)
+    outs = on_shards(tools(platform), call, found, operands)
     if call.forward is None:
         return outs
     shares = [lacking(array, axes) for array in arrays.outputs]
@@ -238,9 +248,9 @@ def _psum(x: Any, axes: tuple[str, ...]) -> Any:
     return jax.lax.psum(x, axes) if axes else x
 
 
-def _mapped(*operands: Any, call: Call, arrays: Arrays) -> list[Any]:
+def _mapped(*operands: Any, call: Call, platform: str, arrays: Arrays) -> list[Any]:
     types = _output(call, tuple(map(jax.typeof, operands)))[1]
-    return partition.mapped(functools.partial(_body, call), arrays, operands, types)
+    return partition.mapped(_body(call, platform), arrays, operands, types)
 
 
 def _partitioned(*operands: Any, call: Call, platform: str, arrays: Arrays, devices: partition.Devices) -> list[Any]:
@@ -250,7 +260,7 @@ def _partitioned(*operands: Any, call: Call, platform: str, arrays: Arrays, devi
     record_shared(text, SharedCall(call, arrays, platform, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]))
     marks = {} if call.snapshot.path is None else {"ejkernel_path": call.snapshot.path}
     marks |= {SHARED: text, "ejkernel_overlay": call.snapshot.overlay.digest}
-    whole, body = functools.partial(kernel_p.bind, call=call), functools.partial(_body, call)
+    whole, body = functools.partial(kernel_p.bind, call=call), _body(call, platform)
     with jax.named_scope(scope_name(text)), set_xla_metadata(**marks):
         return partition.partitioned(whole, body, arrays, devices)(*operands)
 

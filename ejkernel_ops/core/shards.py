@@ -63,47 +63,74 @@ def _partition_spec(spec: Spec) -> PartitionSpec:
     return PartitionSpec(*(axes or None for axes in spec))
 
 
-def on_shards(
-    bind: Callable[..., list[Any]], output_tree: Callable[..., Any], call: Call, found: Plan, operands: Sequence[Any]
-) -> list[Any]:
+@dataclasses.dataclass(frozen=True)
+class Tools:
+    """What running a call takes.
+
+    Args:
+        bind: binds a call, as `bind(*operands, call=call)`; its config and label are those of the operands' shapes.
+        output_tree: the structure of a call's output, from the call and its operands.
+        choose: the config of a call, from the call and its operands.
+    """
+
+    bind: Callable[..., list[Any]]
+    output_tree: Callable[[Call, Sequence[Any]], Any]
+    choose: Callable[[Call, Sequence[Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The kernel of a call on other arguments: what its `on_shards` gets."""
+
+    tools: Tools
+    call: Call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Its output, or of a backward kernel the gradients by the forward's parameters."""
+        call = self.call
+        more = {"residuals": call.residuals} if call.forward is None else self._differentiated(args, kwargs)
+        local, arrays = make_call(call.kernel, args, kwargs, call.explicit, call.snapshot, call.generation, **more)
+        return _named(local, self.tools.bind(*arrays, call=local), lambda: self.tools.output_tree(local, arrays))
+
+    def forward_cfg(self, *args: Any, **kwargs: Any) -> Any:
+        """Of a backward kernel, the config that the forward of a call with these arguments has."""
+        return self.tools.choose(*self._forward(args, kwargs))
+
+    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, list[Any]]:
+        old = self.call.forward
+        assert old is not None
+        values = jax.tree.unflatten(old.treedef, old.leaves)
+        count = len(inspect.BoundArguments(old.kernel.signature, dict(zip(old.names, values))).args)  # type: ignore[arg-type]
+        state = self.call.explicit, self.call.snapshot, self.call.generation
+        return make_call(old.kernel, tuple(args[:count]), dict(kwargs), *state, residuals=old.residuals)
+
+    def _differentiated(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The forward of a backward call of these arguments, and which of its arrays want a gradient."""
+        old, (forward, _) = self.call.forward, self._forward(args, kwargs)
+        assert old is not None
+        if forward.treedef == old.treedef:
+            return {"forward": forward, "needs": self.call.needs}
+        needs = iter(self.call.needs or ())
+        values = jax.tree.unflatten(old.treedef, [leaf is ARRAY and next(needs) for leaf in old.leaves])
+        wanted = {name: any(jax.tree.leaves(value)) for name, value in zip(old.names, values)}
+        named = zip(forward.names, jax.tree.unflatten(forward.treedef, forward.leaves))
+        found = [wanted[name] for name, value in named for leaf in jax.tree.leaves(value) if leaf is ARRAY]
+        return {"forward": forward, "needs": tuple(found)}
+
+
+def on_shards(tools: Tools, call: Call, found: Plan, operands: Sequence[Any]) -> list[Any]:
     """The outputs that a device has in the end, from its parts of the operands.
 
     Args:
-        bind: binds a call, as `bind(*operands, call=call)`; its config and label are those of the parts' shapes.
-        output_tree: the structure of a call's output, from the call and its operands.
+        tools: what runs calls.
         call: the call of the whole arrays.
         found: how they are shared out.
         operands: the device's parts.
     """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        more = {"residuals": call.residuals} if call.forward is None else _differentiated(call, args, kwargs)
-        local, arrays = make_call(call.kernel, args, kwargs, call.explicit, call.snapshot, call.generation, **more)
-        return _named(local, bind(*arrays, call=local), lambda: output_tree(local, arrays))
-
     bound = call.arguments(operands)
-    made = call.kernel.on_shards(run, dict(found.axes), *bound.args, **bound.kwargs)
+    made = call.kernel.on_shards(Run(tools, call), dict(found.axes), *bound.args, **bound.kwargs)
     outs = jax.tree.leaves(made if call.forward is None else [made.get(name) for name in call.forward.names])
     return [_reduced(out, sums, kept) for out, sums, kept in zip(outs, found.sums, found.scatters)]
-
-
-def _differentiated(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The forward of a backward call of these arguments, and which of its arrays want a gradient, by their names."""
-    old = call.forward
-    assert old is not None
-    needs = iter(call.needs or ())
-    values = jax.tree.unflatten(old.treedef, [leaf is ARRAY and next(needs) for leaf in old.leaves])
-    wanted = dict(zip(old.names, values))
-    count = len(inspect.BoundArguments(old.kernel.signature, wanted).args)  # type: ignore[arg-type]
-    forward, _ = make_call(old.kernel, tuple(args[:count]), dict(kwargs), residuals=old.residuals)
-    own = jax.tree.unflatten(forward.treedef, forward.leaves)
-    found = [
-        any(jax.tree.leaves(wanted[name]))
-        for name, value in zip(forward.names, own) for leaf in jax.tree.leaves(value) if leaf is ARRAY
-    ]  # fmt: skip
-    if forward.treedef == old.treedef:
-        found = call.needs or ()
-    return {"forward": forward, "needs": tuple(found)}
 
 
 def _named(call: Call, outs: Sequence[jax.Array], output_tree: Callable[[], Any]) -> Any:

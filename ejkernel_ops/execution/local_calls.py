@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from ..config.choice import describe
 from ..config.selection import choose
 from ..core.dims import Spec, spec_of
 from ..core.invocation import Invocation
-from ..core.primitive import kernel_p, output_tree
+from ..core.primitive import kernel_p, tools
 from ..core.refined_mesh import primes
 from ..core.shards import on_shards, plan
 from ..registry import SharedCall, find_shared, record
@@ -90,8 +91,10 @@ def _local_calls(shared: SharedCall, op: Any, meshes: dict[str, dict[str, int]])
         calls.append(call.invocation(operands, shared.platform))
         return kernel_p.bind(*operands, call=call)
 
+    seen = dataclasses.replace(tools(shared.platform), bind=bind)
+
     def run(*operands: Any) -> list[Any]:
-        return on_shards(bind, output_tree, shared.call, found, operands)
+        return on_shards(seen, shared.call, found, operands)
 
     jax.make_jaxpr(run, axis_env=list(parts.sizes.items()))(*local)
     return iter(calls)

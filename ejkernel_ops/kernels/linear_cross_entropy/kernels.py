@@ -182,23 +182,24 @@ def _reduced(losses: jax.Array, coefficients: jax.Array, reduce: bool) -> jax.Ar
 
 def with_gradients_triton(
     hidden: Any, weight: Any, labels: Any, bias: Any, scale: Any, params: Any, loss: Loss, precision: Any,
-    wanted: tuple[bool, bool, bool] = (True, True, True), final: bool = False,
+    wanted: tuple[bool, bool, bool] = (True, True, True), final: bool = False, known: Sums | None = None,
 ) -> tuple[tuple[Sums, jax.Array], tuple[Any, Any, Any]]:  # fmt: skip
     """Sums and losses of rows, and the gradients of `sum(scale * losses)` that are wanted, in chunks of rows.
 
     Of a chunk's logits one kernel makes statistics and gradient, which takes their place if it can. Gradients are of
-    types that can be scaled where they are not `final`.
+    types that can be scaled where they are not `final`. If the sums are known, there is no need to make them.
     """
     vocab, layout, own = loss.vocab(weight), loss.weight_layout, loss.first(weight)
     dh_type = product_type(hidden.dtype if final else _gradient_types(hidden, weight, bias)[0], hidden, weight)
     need_h, need_w, need_b = wanted
 
-    def chunk(hidden, labels, scale):
+    def chunk(hidden, labels, scale, *known):
         hidden = _only_counted(hidden, labels)
         logits = loss.product(hidden, weight, precision)
         made = logits.dtype if need_b and bias is not None else hidden.dtype
         if loss.vocab_axes:  # what a gradient needs is known when all devices have their sums
-            sums = loss.joined(triton_launch.of_rows(logits, labels - own, scale, bias, params, loss)[0])
+            here = None if known else triton_launch.of_rows(logits, labels - own, scale, bias, params, loss)[0]
+            sums = Sums(*known) if here is None else loss.joined(here)
             wide = loss.from_product(logits, bias)
             grad = loss.gradient(wide, labels, sums, scale, own, vocab).astype(made)
         else:
@@ -210,7 +211,8 @@ def with_gradients_triton(
         db = grad.sum(0, dtype=jnp.float32) if need_b and bias is not None else None
         return (sums, loss.losses(labels, sums, vocab), dh), (dw, db)
 
-    (sums, losses, dh), (dw, db) = over_rows(chunk, [hidden, labels, scale], params.blocksize_m)
+    arrays = [hidden, labels, scale, *jax.tree.leaves(known)]
+    (sums, losses, dh), (dw, db) = over_rows(chunk, arrays, params.blocksize_m)
     return (sums, losses), (dh, dw, db)
 
 
@@ -258,22 +260,16 @@ class LinearCrossEntropyBackward(TritonRows, OneDevice):
         self, run: Any, axes: dict[str, tuple[str, ...]], *operands: Any, loss: Loss, reduce: bool, **statics: Any
     ) -> Any:
         """Gradients are summed where they are made here, and not those that the forward made."""
-        *others, residuals, dout = operands
+        *others, out, residuals, dout = operands
         if "v" in axes:  # of which each device has the whole, and the kernel wants a share
             dout = dout / jax.lax.axis_size(axes["v"])
-        gradients = run(*others, residuals, dout, loss=_over_vocab_of(axes, loss), reduce=reduce, **statics)
-        made_here = {name: gradients[name] for name in ("hidden", "weight", "bias")}
-
-        def summed(made_here: dict[str, Any]) -> dict[str, Any]:
-            over = {"hidden": axes.get("v", ()), "weight": axes.get("n", ()), "bias": axes.get("n", ())}
-            return {
-                name: equally_varying([jax.lax.psum(g, over[name])], g)[0] if over[name] and g is not None else g
-                for name, g in made_here.items()
-            }
-
-        if reduce:
-            return gradients | jax.lax.cond(residuals[2], lambda made: made, summed, made_here)
-        return gradients | summed(made_here)
+        statics |= {"loss": _over_vocab_of(axes, loss), "reduce": reduce}
+        gradients = run(*others, out, residuals, dout, **statics)
+        if not run.forward_cfg(*others, **statics).recompute:
+            return gradients
+        over = {"hidden": axes.get("v", ()), "weight": axes.get("n", ()), "bias": axes.get("n", ())}
+        wanted = {name: axes for name, axes in over.items() if axes and gradients[name] is not None}
+        return gradients | {name: jax.lax.psum(gradients[name], axes) for name, axes in wanted.items()}
 
     def narrow(self, cfg: LinearCrossEntropyConfig) -> LinearCrossEntropyConfig:
         """The backward part of an op's config."""
@@ -341,8 +337,9 @@ class LinearCrossEntropyBackward(TritonRows, OneDevice):
             later = held_back(hidden, scale)  # not as the forward's logits, which XLA would hold
             if cfg.backend == "triton":
                 low = weight.astype(hidden.dtype)
+                known = sums if loss.vocab_axes else None  # else one kernel makes them and the gradient
                 found = with_gradients_triton(
-                    later, low, labels, bias, scale, cfg.bwd, loss, precision, wanted, final=True
+                    later, low, labels, bias, scale, cfg.bwd, loss, precision, wanted, final=True, known=known
                 )[1]
             else:
                 found = self._again(later, weight, bias, labels, sums, scale, cfg.bwd, wanted, loss, precision)

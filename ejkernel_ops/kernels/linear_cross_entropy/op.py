@@ -63,7 +63,7 @@ def linear_cross_entropy(
             count of tokens that are not ignored; 0 where that is 0), `"sum"`, or `"none"`.
         weight_layout: `"io"` or `"oi"`; neither copies the weight.
         vocab_axis: inside `jax.shard_map`, the mesh axis over which the vocabulary is split: `weight` and `bias` are
-            this device's part of it, `hidden` and labels those of all. The devices then tell each other three numbers
+            this device's part of it, `hidden` and labels those of all. The devices then tell each other four numbers
             of each token. Elsewhere the sharding of the weight says all that.
         dtype: in which hidden states and weight are multiplied, as the `dtype` of Flax's layers; default that to which
             both promote. The gradient of a wider weight is not rounded to it.
