@@ -48,6 +48,7 @@ CASES = {  # the call, its operands after query, key and value
     "a bias of keys": (with_options(causal=True), [(normal(5, 2, 1, 1, LENGTH), P())]),
     "a bias and sinks": (with_options(), [(BIAS[0, :, :, :1], P()), SINKS]),
     "a soft cap": (with_options(causal=True, logits_soft_cap=2.0), []),
+    "dropout": (with_options(causal=True, dropout_rate=0.4, dropout_rng=jax.random.key(7)), []),
     "the log-sum-exp": (lambda *x: attention(*x, causal=True, return_lse=True)[1], []),
 }
 
@@ -116,12 +117,6 @@ def test_a_causal_window_meets_only_the_parts_that_it_reaches():
             calls_of(jax.jit(with_options(causal=True, sliding_window=w)).lower(*operands)) for w in (0, 1, 4, 5, 15)
         ]
     assert counts == [1, 2, 2, 3, 4]
-
-
-def test_a_length_that_devices_split_has_no_dropout_yet():
-    query = normal(0, 1, 4, 1, 4)
-    with pytest.raises(ej.UnsupportedError, match=r"dropout_rate is 0\.5 and context_axis 'ring'"):
-        ej.flash_attention(query, query, query, dropout_rate=0.5, dropout_rng=jax.random.key(0), context_axis="ring")
 
 
 def test_an_axis_of_no_shard_map_is_refused():

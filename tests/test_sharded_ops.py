@@ -78,6 +78,10 @@ CASES = {  # the op, its operands with their shardings, the shapes of the arrays
     "bias of examples": (biased, [*qkv(4), (normal(3, 4, 1, 8, 8), P("data")), (normal(4, 8), P("model"))], []),
     "packed": (packed, qkv(4), []),
     "masked": (masked, qkv(2, P("data")), [(2, 8, 2, 4)]),
+    "dropout": (
+        lambda *x: ej.flash_attention(*x, dropout_rate=0.4, dropout_rng=jax.random.key(7)), qkv(2, P("data")),
+        [(2, 8, 2, 4)],
+    ),
     "linear": (lambda x, w: ej.linear(x, w), [(X, ROWS), (W, COLUMNS)], []),
     "linear and bias": (
         lambda x, w, b: ej.linear(x, w, b, activation="gelu"), [(X, ROWS), (W, COLUMNS), (BIAS, P("model"))], [],

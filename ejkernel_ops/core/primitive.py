@@ -202,18 +202,18 @@ def _shareable(call: Call, avals: tuple) -> Arrays | None:
     return arrays_of(call, avals, types, tree, _out_kinds(call, tree, len(types)))
 
 
-def tools(platform: str | None) -> Tools:
-    """What runs the calls of one device's parts on a platform."""
+def tools(platform: str | None, bind: Callable[..., list[Any]] | None = None) -> Tools:
+    """What runs the calls of one device's parts on a platform; by default they are bound, and may be shared further."""
 
     def chosen(call: Call, operands: Sequence[Any]) -> Any:
         return choose(call.invocation(operands, platform), call.snapshot, call.generation).cfg
 
-    return Tools(kernel_p.bind, output_tree, chosen)
+    return Tools(bind or kernel_p.bind, output_tree, chosen)
 
 
-def _body(call: Call, platform: str) -> Callable[..., list[Any]]:
+def _body(call: Call, tools: Tools) -> Callable[..., list[Any]]:
     """What gives the outputs of one device, from a plan and its parts of the operands."""
-    return lambda plan, *parts: on_shards(tools(platform), call, plan, parts)
+    return lambda plan, *parts: on_shards(tools, call, plan, parts)
 
 
 def _among_others(*operands: Any, call: Call, platform: str | None) -> list[Any]:
@@ -250,7 +250,7 @@ def _psum(x: Any, axes: tuple[str, ...]) -> Any:
 
 def _mapped(*operands: Any, call: Call, platform: str, arrays: Arrays) -> list[Any]:
     types = _output(call, tuple(map(jax.typeof, operands)))[1]
-    return partition.mapped(_body(call, platform), arrays, operands, types)
+    return partition.mapped(_body(call, tools(platform)), arrays, operands, types)
 
 
 def _partitioned(*operands: Any, call: Call, platform: str, arrays: Arrays, devices: partition.Devices) -> list[Any]:
@@ -260,7 +260,8 @@ def _partitioned(*operands: Any, call: Call, platform: str, arrays: Arrays, devi
     record_shared(text, SharedCall(call, arrays, platform, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]))
     marks = {} if call.snapshot.path is None else {"ejkernel_path": call.snapshot.path}
     marks |= {SHARED: text, "ejkernel_overlay": call.snapshot.overlay.digest}
-    whole, body = functools.partial(kernel_p.bind, call=call), _body(call, platform)
+    here = functools.partial(_lowered, platform=platform)  # now, while the settings of the caller hold
+    whole, body = functools.partial(kernel_p.bind, call=call), _body(call, tools(platform, here))
     with jax.named_scope(scope_name(text)), set_xla_metadata(**marks):
         return partition.partitioned(whole, body, arrays, devices)(*operands)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -91,10 +90,8 @@ def _local_calls(shared: SharedCall, op: Any, meshes: dict[str, dict[str, int]])
         calls.append(call.invocation(operands, shared.platform))
         return kernel_p.bind(*operands, call=call)
 
-    seen = dataclasses.replace(tools(shared.platform), bind=bind)
-
     def run(*operands: Any) -> list[Any]:
-        return on_shards(seen, shared.call, found, operands)
+        return on_shards(tools(shared.platform, bind), shared.call, found, operands)
 
     jax.make_jaxpr(run, axis_env=list(parts.sizes.items()))(*local)
     return iter(calls)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+WORDS = 5  # of a seed: two of the key, and the numbers of the first head, query and four keys that a device has
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
@@ -42,7 +43,7 @@ def keep_bits(
     Four keys share one Philox call: its words go to keys `4 i` to `4 i + 3`.
 
     Args:
-        seed: `(batch, 2)` uint32, of each example.
+        seed: `(batch, WORDS)` uint32, of each example.
         heads: `(kv_heads, group)` head numbers.
         rows: `(q_block,)` query numbers.
         start: number of the first key, a scalar.
@@ -60,8 +61,9 @@ def keep_bits(
     def spread(x, *axes):
         return jnp.broadcast_to(jnp.expand_dims(x.astype(u32), axes), shape)
 
-    counter = (spread(quads, 0, 1, 2, 3), spread(rows, 0, 1, 2, 4), spread(heads, 0, 3, 4), jnp.zeros(shape, u32))
-    key = (spread(seed[:, 0], 1, 2, 3, 4), spread(seed[:, 1], 1, 2, 3, 4))
-    words = jnp.stack(philox(counter, key), axis=-1).reshape(*shape[:-1], -1)
+    k0, k1, first_head, first_row, first_quad = (spread(seed[:, i], 1, 2, 3, 4) for i in range(WORDS))
+    rows, heads = spread(rows, 0, 1, 2, 4) + first_row, spread(heads, 0, 3, 4) + first_head
+    counter = (spread(quads, 0, 1, 2, 3) + first_quad, rows, heads, jnp.zeros(shape, u32))
+    words = jnp.stack(philox(counter, (k0, k1)), axis=-1).reshape(*shape[:-1], -1)
     words = jax.lax.dynamic_slice_in_dim(words, (start % u32(4)).astype(jnp.int32), count, axis=-1)
     return words >= u32(min(int(rate * 2**32), 2**32 - 1))

@@ -32,7 +32,7 @@ from .config import (
 _ROWS = (True, True, True, "broadcast", "broadcast", True, True, True, True, False, True)
 
 
-def _dims(*, query: Any, key: Any, dropout_seed: Any, **others: Any) -> Dims:
+def _dims(*, query: Any, key: Any, **others: Any) -> Dims:
     """Examples, heads, and queries may be split: with their keys, if there are as many of those.
 
     Heads are those of keys, times the query heads that share one. Features are needed whole.
@@ -46,8 +46,7 @@ def _dims(*, query: Any, key: Any, dropout_seed: Any, **others: Any) -> Dims:
             "dropout_seed": "b word", "out": f"{rows} h e", "lse": f"{rows} h", "dout": f"{rows} h e",
             "dlse": f"{rows} h",
         },
-        outputs=(f"{rows} h e", f"{rows} h"), parts={"h": ("k", "g")},
-        split=f"b {q} k g" if dropout_seed is None else "b k g",
+        outputs=(f"{rows} h e", f"{rows} h"), split=f"b {q} k g", parts={"h": ("k", "g")},
     )  # fmt: skip
 
 
@@ -69,7 +68,7 @@ class AttentionBackward(Kernel):
 
     def on_shards(self, run: Any, axes: dict[str, tuple[str, ...]], *operands: Any, **statics: Any) -> Any:
         """A device has its part of queries meet the keys that they use: one head of them, or those of all devices."""
-        x: dict[str, Any] = dict(zip((*ring.NAMES, "out", "lse", "dout", "dlse"), operands))
+        x = _numbered(axes, dict(zip((*ring.NAMES, "out", "lse", "dout", "dlse"), operands)))
 
         def gradients(x: dict[str, Any], statics: dict[str, Any]) -> dict[str, Any]:
             made = run(*x.values(), **statics)
@@ -229,7 +228,7 @@ class AttentionForward(Kernel):
 
     def on_shards(self, run: Any, axes: dict[str, tuple[str, ...]], *operands: Any, **statics: Any) -> Any:
         """A device has its part of queries meet the keys that they use: one head of them, or those of all devices."""
-        x: dict[str, Any] = dict(zip(ring.NAMES, operands))
+        x = _numbered(axes, dict(zip(ring.NAMES, operands)))
         if split := _shared_head(axes, x["key"]):
             x |= {name: split.part(x[name]) for name in ("key", "value")}
 
@@ -356,6 +355,18 @@ def _shared_head(axes: dict[str, tuple[str, ...]], key: jax.Array) -> _SharedHea
     if "g" not in axes or count == 1:
         return None
     return _SharedHead(jax.lax.axis_index(axes["g"]) // (jax.lax.axis_size(axes["g"]) // count), count)
+
+
+def _numbered(axes: dict[str, tuple[str, ...]], x: dict[str, Any]) -> dict[str, Any]:
+    """The operands, with the numbers of this device's first head and query for dropout."""
+    if (seed := x["dropout_seed"]) is None:
+        return x
+    q_len, heads = x["query"].shape[1:3]
+    splits = {2: (axes.get("k", ()) + axes.get("g", ()), heads), 3: (axes.get("t", ()) + axes.get("q", ()), q_len)}
+    for word, (over, count) in splits.items():
+        if over:
+            seed = seed.at[:, word].add((jax.lax.axis_index(over) * count).astype(seed.dtype))
+    return x | {"dropout_seed": seed}
 
 
 def _later_queries(axes: dict[str, tuple[str, ...]], x: dict[str, Any], statics: dict[str, Any]) -> tuple[dict, dict]:

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from ...core.partition import require_manual
-from ...errors import UnsupportedError
 from ...execution.executor import default_executor
 from ..config import as_array, canonical_precision, explicit_config, static_number
 from .config import AttentionConfig, compute_dtype
+from .dropout import WORDS
 from .kernels import ATTENTION, ATTENTION_BWD
 
 __all__ = ["ATTENTION", "ATTENTION_BWD", "flash_attention"]
@@ -96,7 +96,8 @@ def flash_attention(
         ValueError: shapes or options that do not fit together.
         TypeError: an argument of the wrong type: a mask that is not bool, query, key and value of different types.
         ConfigError: a config of another type, or with a field that its back end lacks; both `config` and `cfg`.
-        UnsupportedError: a back end that cannot do the call, or dropout with a `context_axis`.
+        UnsupportedError: a back end that cannot do the call, or dropout where devices split a length of keys into parts
+            that are no multiple of 4.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -116,7 +117,7 @@ def flash_attention(
     _check_shapes(query, key, value)
     batch, q_len, num_heads, head_dim = query.shape
     kv_len = key.shape[1]
-    axes = _context(context_axis, dropout_rate, q_len, kv_len)
+    axes = _context(context_axis, q_len, kv_len)
     shape = (batch, num_heads, q_len, kv_len * (jax.lax.axis_size(context_axis) if axes else 1))
     _check_tile("bias", bias, shape, key.shape[2])
     _check_tile("mask", mask, shape, key.shape[2])
@@ -150,14 +151,10 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _context(axis: str | None, dropout_rate: float, q_len: int, kv_len: int) -> dict[str, str]:
+def _context(axis: str | None, q_len: int, kv_len: int) -> dict[str, str]:
     """The names that a mesh axis splits."""
     if axis is None:
         return {}
-    if dropout_rate:
-        raise UnsupportedError(
-            f"dropout_rate is {dropout_rate} and context_axis {axis!r}: a length that devices split has no dropout yet"
-        )
     if q_len != kv_len:
         raise ValueError(f"query has length {q_len} and key {kv_len}; with a context_axis expected one length of both")
     require_manual(ATTENTION, {"t": axis})
@@ -275,7 +272,7 @@ def _ints(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _seed(rate: float, rng: Any, batch: int) -> jax.Array | None:
-    """Two random words for each example, so that a draw does not depend on the batch that it is part of."""
+    """The words of each example's seed, so that a draw does not depend on the batch that it is part of."""
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout_rate is {rate}; expected at least 0 and less than 1")
     if rate == 0.0:
@@ -287,4 +284,4 @@ def _seed(rate: float, rng: Any, batch: int) -> jax.Array | None:
         raise ValueError(f"dropout_rng has shape {rng.shape}; expected one key (for one per example use jax.vmap)")
     if not typed and getattr(rng, "dtype", None) != jnp.uint32:
         raise TypeError(f"dropout_rng is {rng!r}; expected a PRNG key, as of jax.random.key")
-    return jax.random.bits(rng, (batch, 2), jnp.uint32)
+    return jnp.pad(jax.random.bits(rng, (batch, 2), jnp.uint32), ((0, 0), (0, WORDS - 2)))

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...errors import UnsupportedError
 from .config import compute_dtype
 
 NAMES = (
@@ -98,7 +99,7 @@ def _positions_matter(statics: dict[str, Any]) -> bool:
 def shares_work(x: dict[str, Any], statics: dict[str, Any]) -> bool:
     """Whether devices take chunks from both ends: of causal calls where nothing else depends on positions."""
     plain = statics["causal"] and statics["sliding_window"] is None and statics["static_offset"] == 0
-    return plain and x["bias"] is None and x["mask"] is None and x["query"].shape[1] % 2 == 0
+    return plain and x["query"].shape[1] % 2 == 0 and all(x[n] is None for n in ("bias", "mask", "dropout_seed"))
 
 
 def num_steps(x: dict[str, Any], statics: dict[str, Any], ring: Ring) -> int:
@@ -119,6 +120,13 @@ def _part(x: dict[str, Any], kv: dict[str, Any], statics: dict[str, Any], ring: 
             found[name] = jax.lax.dynamic_slice_in_dim(x[name], source * kv_len, kv_len, 3)
     if x["kv_lengths"] is not None:
         found["kv_lengths"] = jnp.clip(x["kv_lengths"] - source * kv_len, 0, kv_len)
+    if (seed := x["dropout_seed"]) is not None:
+        if kv_len % 4:
+            raise UnsupportedError(
+                f"dropout_rate is {statics['dropout_rate']}, and of the keys each device has {kv_len}; with dropout a "
+                "length that devices split takes parts that are multiples of 4: pad the length"
+            )
+        found["dropout_seed"] = seed.at[:, 4].add((source * (kv_len // 4)).astype(seed.dtype))
     if _positions_matter(statics):
         offset = statics["static_offset"] if x["q_offset"] is None else x["q_offset"]
         first = offset + ring.index * q_len - source * kv_len
