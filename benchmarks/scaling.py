@@ -3,8 +3,8 @@
     python benchmarks/scaling.py llama-1b --meshes data=1 data=4 fsdp=4 model=4
     python benchmarks/scaling.py --ring 65536
 
-Over `data` and `fsdp` each device has a batch of its own, and the efficiency is the time on one device over that on all.
-Over `model` the devices share one batch, and ours is timed against stock. All steps of one mesh run in turns. With
+Over `data` and `fsdp` each device has a batch of its own, and the efficiency is the time on one device over that on
+all. Over `model` the devices share one batch, and ours is timed against stock. All steps of one mesh run in turns. With
 `--ring` one call of attention, forward and backward, takes a length over all devices, against one device's time for as
 much work divided by their number. `smoke` as the model tries the script on a CPU, whose devices come from
 XLA_FLAGS=--xla_force_host_platform_device_count=4. Merges its rows into `docs/benchmarks/scaling_<card>.csv`.
@@ -30,7 +30,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rows import read_rows, write_rows
-from train_step import OURS, SIZES, WAYS, Block, Gpt, Size, Ways, tokens_of
+from train_step import SIZES, WAYS, Block, Gpt, Size, Ways, tokens_of
 
 import ejlayers
 from ejkernel_ops import flash_attention
@@ -63,6 +63,22 @@ class TensorBlock(Block):
         return x, self.ways.mlp(self, h)
 
 
+class ShardedGpt(Gpt):
+    """The model with its activations split by rows, as whoever splits parameters says to the compiler."""
+
+    def __init__(self, size: Size, ways: Ways, rows: NamedSharding, rngs: nnx.Rngs):
+        super().__init__(size, ways, rngs)
+        self.rows = rows
+        self.blocks = nnx.List([TensorBlock(size, ways, rngs) for _ in range(size.layers)])
+
+    def loss(self, tokens):
+        """Mean loss of the tokens that follow."""
+        x, more = jax.lax.with_sharding_constraint(self.embed(tokens[:, :-1]), self.rows), None
+        for block in self.blocks:
+            x, more = jax.lax.with_sharding_constraint(block(x, more), self.rows)
+        return self.ways.loss(self, self.ways.add_norm(self.norm, x, more)[0], tokens[:, 1:])
+
+
 def mesh_of(text: str, devices: list[Any]) -> Mesh:
     """The mesh of a text such as `fsdp=2,model=2`, of the first devices."""
     sizes = {name: int(count) for name, _, count in (part.partition("=") for part in text.split(","))}
@@ -88,12 +104,11 @@ def spec_of(path: Any, shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def sharded_step(size: Size, ways: Ways, mesh: Mesh) -> tuple[Callable[[], Any], Callable, list[Any]]:
-    """What makes the parameters with their optimizer's state in parts, the jitted step, and the types of both inputs."""
+    """What makes the parameters with their optimizer's state in parts, the jitted step, and the types of its inputs."""
     rows = NamedSharding(mesh, P(ROWS))
 
     def built() -> Any:
-        model = Gpt(size, ways, nnx.Rngs(0))
-        model.blocks = nnx.List([TensorBlock(size, ways, nnx.Rngs(i)) for i in range(size.layers)])
+        model = ShardedGpt(size, ways, rows, nnx.Rngs(0))
         model = ejlayers.swap(model) if ways.swapped else model
         return nnx.split((model, nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)))
 

@@ -67,11 +67,13 @@ class Array:
         shape: its shape.
         layout: the factors of each axis.
         unsummed: factors that it lacks and is not the sum over.
+        name: the parameter of an operand.
     """
 
     shape: tuple[int, ...]
     layout: Layout
     unsummed: frozenset[str] = frozenset()
+    name: str = ""
 
     @property
     def factors(self) -> set[str]:
@@ -181,6 +183,7 @@ def arrays_of(
     dims = call.kernel.dims(**bound.arguments)
     if dims is None:
         return _by_rows(call, operands, outputs, kinds)
+    operand_names = [name for name, value in bound.arguments.items() for _ in _texts("", value)]
     names = [text for name, value in bound.arguments.items() for text in _texts(dims.operands.get(name, ""), value)]
     if call.forward is None:
         out = jax.tree.unflatten(output_tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs])
@@ -190,7 +193,9 @@ def arrays_of(
         forward = call.forward.arguments([jax.ShapeDtypeStruct((), bool)] * len(call.needs)).arguments
         texts = [text for name, value in forward.items() for text in _texts(dims.operands.get(name, ""), value)]
         out_names = [text for text, needed in zip(texts, call.needs) if needed]
-    return _arrays(dims, (*names, *out_names), (*operands, *outputs), len(operands))
+    found = _arrays(dims, (*names, *out_names), (*operands, *outputs), len(operands))
+    named = tuple(dataclasses.replace(a, name=name) for a, name in zip(found.operands, operand_names))
+    return dataclasses.replace(found, operands=named)
 
 
 def _arrays(dims: Dims, texts: Sequence[str], arrays: Sequence[Any], num_operands: int) -> Arrays:

@@ -120,22 +120,46 @@ def mapped(body: Callable[..., list[Any]], arrays: Arrays, operands: Sequence[An
     return [jax.sharding.reshard(out, NamedSharding(mesh, aval.sharding.spec)) for out, aval in zip(run(*moved), types)]
 
 
-def explicit_types(arrays: Arrays, operands: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+def explicit_types(op: str, arrays: Arrays, operands: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """The types of outputs with how they are split, which follows from how the operands are.
 
     Args:
+        op: the name of the call's kernel.
         arrays: those of the call.
         operands: the types of its operands.
         outputs: the types of its outputs, nothing said of how they are split.
+
+    Raises:
+        ConfigError: an operand with rows is split along an axis that no device can have a part of.
     """
     mesh, explicit = _explicit(operands)
     specs = [_explicit_spec(aval, explicit) for aval in operands] + [((),) * len(aval.shape) for aval in outputs]
     found = plan(arrays, specs, mesh.shape.__getitem__)
+    _refuse_unused(op, arrays, specs, found, mesh)
     like = max(operands, key=lambda aval: len(aval.manual_axis_type.varying))  # inside a `shard_map` outputs vary, too
     return [
         like.update(shape=x.shape, dtype=x.dtype, weak_type=x.weak_type, sharding=NamedSharding(mesh, spec))
         for x, spec in zip(outputs, found.outputs)
     ]
+
+
+def _refuse_unused(op: str, arrays: Arrays, specs: Sequence[Spec], found: Plan, mesh: AbstractMesh) -> None:
+    """Refuses to gather what an explicit type says is split: who wants that says so, with `reshard`."""
+    used = {axis for axes in found.axes.values() for axis in axes}
+    for array, spec in zip(arrays.operands, specs):
+        wrong = [(place, axis) for place, axes in enumerate(spec) for axis in axes if axis not in used]
+        if not wrong or not array.factors & arrays.lead:  # a weight that is kept in parts may come whole
+            continue
+        place, axis = wrong[0]
+        parts = math.prod(mesh.shape[name] for name in spec[place])
+        cannot = f"{array.shape[place]} cannot be split so among its devices"
+        kept = [tuple(name for name in part if name in used) or None for part in spec]
+        wanted = ", ".join(repr(part[0] if part and len(part) == 1 else part) for part in kept)
+        raise ConfigError(
+            f"{array.name} of {op} has shape {array.shape}, and axis {place} of it is split over mesh axis {axis!r}, "
+            f"{parts} ways; {cannot if array.layout[place] else 'each device needs it whole'}: pass "
+            f"jax.sharding.reshard({array.name}, jax.P({wanted}))"
+        )
 
 
 def without_mesh() -> contextlib.AbstractContextManager:

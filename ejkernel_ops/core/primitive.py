@@ -125,7 +125,7 @@ def _cached_output(call: Call, avals: tuple, mesh: Any, x64: bool) -> tuple[Any,
     if named:  # what is split of the operands says how outputs are, also where JAX would ask
         arrays = arrays_of(call, avals, types, structure[0], ())
         assert arrays is not None
-        types = partition.explicit_types(arrays, avals, types)
+        types = partition.explicit_types(call.kernel.op_id, arrays, avals, types)
     return structure[0] if structure else None, types
 
 
