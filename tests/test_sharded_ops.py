@@ -197,7 +197,7 @@ def test_each_device_runs_its_own_part(case, mesh):
      r"query of flash_attention has shape \(4, 8, 8, 4\), and axis 3 of it is split over mesh axis 'model', 4 ways; "
      r"each device needs it whole: pass jax\.sharding\.reshard\(query, jax\.P\(None, None, None, None\)\)"),
     (causal, qkv(3, P("data"), heads=12), r"query of flash_attention .* 12 cannot be split so among its devices"),
-    (ej.rms_norm, [(X, P("data", None, "model"))], r"x of rms_norm .* axis 2 .* reshard\(x, jax\.P\('data', None"),
+    (ej.rms_norm, [(X, P("data", None, "model"))], r"x of rms_norm .* axis 2 .*reshard\(x, jax\.P\('data', None"),
 ])  # fmt: skip
 def test_types_that_say_what_cannot_be_are_refused(fn, operands, message):
     """Under Explicit axes nothing is gathered that its type says is split; under Auto axes XLA moves what it must."""
