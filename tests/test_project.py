@@ -49,7 +49,7 @@ def test_own_kernel_example_tunes_both_directions(monkeypatch):
 
 
 def test_docs_code_runs(tmp_path):
-    for page in ("own_kernel.md", "forms.md", "ops.md", "sharing.md", "caches.md"):
+    for page in ("own_kernel.md", "forms.md", "ops.md", "sharing.md", "caches.md", "several_devices.md"):
         code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL))
         done = python("-c", code, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
