@@ -14,8 +14,8 @@ from .config.selection import default_selector as default_selector
 from .config.selection import set_default_selector as set_default_selector
 from .config.sharded_key import default_key_builder_with_sharding as default_key_builder_with_sharding
 from .core import Cfg as Cfg
-from .core import Invocation as Invocation
 from .core import Dims as Dims
+from .core import Invocation as Invocation
 from .core import Kernel as Kernel
 from .core import Out as Out
 from .errors import CacheFormatError as CacheFormatError
