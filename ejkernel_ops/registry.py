@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import jax
@@ -21,12 +21,11 @@ from .core.kernel import find_kernel, require_kernel
 from .core.snapshot import Snapshot
 from .environment import recording
 from .errors import CacheFormatError, ConfigError
-from .utils.files import replace_file
+from .utils.files import read_file, replace_file
 from .utils.fingerprint import device_fingerprint
 from .utils.values import value_form, value_of
 
 _LIMIT = 4096
-_MAX_BYTES = 64 << 20
 _FORMAT, _SCHEMA = "ejkernel_ops.invocations", 1
 _calls: OrderedDict[Key, Invocation] = OrderedDict()  # never emptied: JAX does not lower a call twice
 _hidden: set[Key] = set()
@@ -148,6 +147,12 @@ def get_invocations(device: str | None = None) -> dict[str, dict[str, tuple[Any,
     return found
 
 
+def recorded_devices() -> Counter[str]:
+    """How many recorded calls each device has, by fingerprint."""
+    with _lock:
+        return Counter(key.device for key in _calls if key not in _hidden)
+
+
 def clear_invocations() -> None:
     """Hides all recorded calls from `get_invocations`; labels of programs lowered before still find theirs.
 
@@ -215,11 +220,7 @@ def load_invocations(path: str | os.PathLike, *, device: str | None = None) -> N
         >>> save_invocations(path); load_invocations(path)
     """
     try:
-        with open(path, "rb") as file:
-            text = file.read(_MAX_BYTES + 1)
-        if len(text) > _MAX_BYTES:
-            raise CacheFormatError(f"larger than {_MAX_BYTES >> 20} MiB")
-        body = parse_json(text)
+        body = parse_json(read_file(path))
         if not isinstance(body, dict) or body.get("format") != _FORMAT:
             raise CacheFormatError("not saved invocations: the field 'format' is missing or another")
         if body.get("schema") != _SCHEMA:

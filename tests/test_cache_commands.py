@@ -75,6 +75,8 @@ def test_a_name_that_was_forged_does_nothing_to_a_terminal(folder, capsys):
 ])  # fmt: skip
 def test_lists_can_be_narrowed(folder, options, found, capsys):
     assert len(calls(capsys, *options)) == found
+    narrowed = " of 5" if options else ""
+    assert told(capsys, "list", *options)[1].endswith(f"entr{'y' if found == 1 else 'ies'}{narrowed} in {folder}\n")
 
 
 @pytest.mark.parametrize("name", [DIGITS, f"ejkernel_ops#linear@v1:{DIGITS}"])
@@ -153,7 +155,9 @@ def test_export_and_import_carry_entries_to_another_folder(folder, capsys, monke
     assert told(capsys, "import", file) == (0, f"5 entries of 5 imported into {other}\n", "")
     assert calls(capsys) == before
     assert PersistentCache().get(LINEAR) == CONFIG
-    assert told(capsys, "import", file)[1].startswith("0 entries of 5")
+    assert told(capsys, "import", file)[1].splitlines() == [
+        f"0 entries of 5 imported into {other}", "5 entries of the file are here already",
+    ]  # fmt: skip
 
 
 def test_import_leaves_what_is_here_unless_told(folder, capsys, tmp_path):
@@ -183,7 +187,9 @@ def test_import_merges_hints(options, folder, capsys, tmp_path):
     cache.put(HINTS, hints((8, LARGER), (16, LARGER)))
     told(capsys, "export", file, "--op", "linear", "--device", "cpu")
     cache.put(HINTS, hints((32, None), (8, None)))
-    assert told(capsys, "import", file, *options) == (0, f"1 entry of 2 imported into {folder}\n", "")
+    assert told(capsys, "import", file, *options) == (
+        0, f"1 entry of 2 imported into {folder}\n1 entry of the file is here already\n", "",
+    )  # fmt: skip
     merged = read_hints(cache.get(HINTS), HINTS.kind, LinearConfig)
     found = {n.place.lengths[0][0]: n.cfg.fwd for n in merged}
     assert found == {8: LARGER if options else None, 16: LARGER, 32: None}
@@ -224,6 +230,7 @@ def test_import_of_a_bad_file_takes_nothing_and_says_why_in_a_line(kind, folder,
     file.write_text(change(file.read_text()))
     status, out, err = told(capsys, "import", str(file))
     assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"{file}: ")
     assert message in err
     assert not PersistentCache().keys()
 
@@ -249,7 +256,9 @@ def test_import_refuses_a_config_that_is_illegal_today(folder, capsys, tmp_path)
     (("export", "{folder}/file.json", "--op", "none"), 2, "nothing to export"),
     (("export", "{folder}"), 2, "{folder}: Is a directory"),
     (("import", "{folder}/none.json"), 2, "{folder}/none.json: No such file or directory"),
-    (("lst",), 2, "No such command 'lst'"), (("show",), 2, "Missing argument"), (("list", "--opp", "x"), 2, "--opp"),
+    (("lst",), 2, "No such command 'lst'"), (("show",), 2, "Missing argument"),
+    (("show",), 2, "(python -m ejkernel_ops cache show --help tells more)"),
+    (("list", "--opp", "x"), 2, "--opp"),
     (("sweep", "--days", "-1"), 2, "--days"), (("sweep", "--days", "x"), 2, "--days"), ((), 2, "Missing command"),
 ])  # fmt: skip
 def test_errors_are_one_line_and_a_status(arguments, status, message, folder, capsys):

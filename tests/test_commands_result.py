@@ -1,5 +1,6 @@
 """`result` and `tune` on the command line: what they print, what they write, and one line where something is wrong."""
 
+import json
 import os
 import subprocess
 import sys
@@ -118,6 +119,14 @@ def test_what_a_user_did_wrong_is_one_line_and_status_2(kind, lines):
     assert not Path("out.json").exists()
 
 
+@pytest.mark.parametrize("command", [["result", "show"], ["cache", "import"], ["tune", "-o", "out.json"]], ids=" ".join)
+def test_a_file_without_end_that_was_named_by_mistake_is_not_read_to_its_end(command, lines, monkeypatch):
+    monkeypatch.setattr("ejkernel_ops.utils.files.MAX_BYTES", 1 << 20)
+    assert lines(*command, "/dev/zero", status=2) == ["/dev/zero: larger than 1 MiB"]
+    with pytest.raises(ek.CacheFormatError, match="/dev/zero: larger than 1 MiB"):
+        ek.AutotuningResult.load("/dev/zero")
+
+
 # tune
 
 MODULE = """
@@ -158,6 +167,15 @@ def test_tune_writes_and_shows_what_it_found_for_the_calls_of_a_file(given, line
     result = ek.AutotuningResult.load("out.json")
     assert [(e.op_id_v, e.source) for e in result.entries] == [("linear@v1", "tuned")]
     assert printed == [*str(result).splitlines(), "written to out.json"]
+
+
+@pytest.mark.usefixtures("calls")
+def test_tune_says_that_it_leaves_out_calls_of_another_device(capsys):
+    here, far = (json.loads(Path(name).read_text()) for name in ("calls.json", "far.json"))
+    Path("both.json").write_text(json.dumps(here | {"calls": here["calls"] + far["calls"]}))
+    assert main(["tune", "both.json", "--out", "out.json", "--budget-s", "5", "--no-cache"]) == 0
+    assert "warning: both.json: 1 call of another device is left out; --here tunes it" in capsys.readouterr().err
+    assert len(ek.AutotuningResult.load("out.json").entries) == 1
 
 
 @pytest.mark.usefixtures("calls")

@@ -308,7 +308,7 @@ def test_calls_of_any_number_of_arguments_come_back(tmp_path):
 def test_a_file_that_is_too_large_is_refused(tmp_path, monkeypatch):
     record_invocation(STATIC, Invocation(STATIC, (X,)))
     file = saved(tmp_path)
-    monkeypatch.setattr("ejkernel_ops.registry._MAX_BYTES", 10)
+    monkeypatch.setattr("ejkernel_ops.utils.files.MAX_BYTES", 10)
     with pytest.raises(CacheFormatError, match="larger than"):
         load_invocations(file)
 

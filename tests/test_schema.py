@@ -85,6 +85,7 @@ def test_text_is_the_same_in_every_process():
     ('{"num_warps":4.0}', FwdParams, "not a FwdParams"),
     ('{"num_warps":0}', FwdParams, "not a FwdParams"),
     ('{"num_warps":NaN}', FwdParams, "not valid JSON"),
+    ('{"num_warps":4,"num_warps":8}', FwdParams, "not valid JSON: the name 'num_warps' occurs twice in one object"),
     ("[]", FwdParams, "not a FwdParams"),
 ])  # fmt: skip
 def test_other_versions_unknown_fields_and_wrong_types_are_refused(text, kind, message):

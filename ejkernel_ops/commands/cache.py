@@ -17,7 +17,7 @@ from ..config.entry import CacheEntry, dump_entries, load_entries
 from ..config.neighbours import HintsKey, Neighbour, dump_hints, merge_hints, read_hints
 from ..config.persistent import PersistentCache
 from ..errors import CacheFormatError, ConfigError
-from ..utils.files import replace_file
+from ..utils.files import read_file, replace_file
 from ..utils.text_table import text_table
 from ..utils.versions import tuned_with
 from .options import Modules, import_modules
@@ -35,14 +35,16 @@ def list_entries(
 ) -> int:  # fmt: skip
     """The entries: device, op, call key and config."""
     cache = PersistentCache()
-    found = [described(entry) for entry in cache.entries() if _chooses(device, op)(entry)]
+    entries = list(cache.entries())
+    found = [described(entry) for entry in entries if _chooses(device, op)(entry)]
     if as_json:
         print(json.dumps(found, indent=1))
     else:
         rows = [tuple(map(_printable, (row["device"], row["op"], row["call"], _shown(row)))) for row in found]
         if rows:
             print(text_table(("device", "op", "call", "config"), sorted(rows)))
-        print(f"{_entries(len(found))} in {cache.path}")
+        narrowed = f" of {len(entries)}" if device or op else ""
+        print(f"{_entries(len(found))}{narrowed} in {cache.path}")
     if bad := sum(times for name, times in cache.stats.items() if name.startswith("read failed")):
         print(f"{_files(bad)} cannot be read; `cache sweep` removes damaged ones", file=sys.stderr)
     return _status(cache)
@@ -111,14 +113,21 @@ def import_entries(
 ) -> int:
     """Takes the entries of a file, all or none; hints for shapes nearby are added to those that are here."""
     import_modules(modules)
-    cache, entries = PersistentCache(), load_entries(file.read_bytes())
+    cache = PersistentCache()
+    try:
+        entries = load_entries(read_file(file))
+    except CacheFormatError as error:
+        raise CacheFormatError(f"{file}: {error}") from None
     here = {entry.file_name: entry for entry in cache.entries()}
     pairs = [(here.get(entry.file_name), entry) for entry in entries]
     wanted = [entry if old is None else _combined(old, entry, replace) for old, entry in pairs]
     news = [new for (old, _), new in zip(pairs, wanted) if old is None or old.config != new.config]
     stored = sum(map(cache.put_entry, news))
     print(f"{_entries(stored)} of {len(entries)} imported into {cache.path}")
-    if kept := sum(new is old and new.config != entry.config for (old, entry), new in zip(pairs, wanted)):
+    kept = sum(new is old and new.config != entry.config for (old, entry), new in zip(pairs, wanted))
+    if same := len(entries) - len(news) - kept:
+        print(f"{_entries(same)} of the file {'is' if same == 1 else 'are'} here already")
+    if kept:
         print(f"{_entries(kept)} stayed as here, where the file has another config; --replace takes the file's")
     return _status(cache)
 

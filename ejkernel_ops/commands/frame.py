@@ -33,7 +33,8 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
         try:
             return app(arguments, prog_name=PROGRAM, standalone_mode=False) or 0
         except typer.TyperException as error:
-            _say(f"{error.format_message()} ({PROGRAM} --help tells more)")
+            context = getattr(error, "ctx", None)  # of the command that was named, if there is such a one
+            _say(f"{error.format_message()} ({context.command_path if context else PROGRAM} --help tells more)")
             sys.exit(error.exit_code)
         except typer.Abort:
             _say("nothing was done")

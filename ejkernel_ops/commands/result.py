@@ -12,6 +12,7 @@ import typer
 from ..errors import CacheFormatError, ConfigError
 from ..execution.result import AutotuningResult
 from ..execution.result_json import read
+from ..utils.files import read_file
 from .options import Modules, import_modules, require_folder
 
 app = typer.Typer(no_args_is_help=True, help="Files of tuned configs: show, diff, merge, plot.")
@@ -82,7 +83,7 @@ def plot(
 def _read(path: Path, allow_unknown_ops: bool = False) -> AutotuningResult:
     """A result as it is, for whatever device: nothing is entered here."""
     try:
-        return read(AutotuningResult, path.read_bytes(), allow_unknown_ops)
+        return read(AutotuningResult, read_file(path), allow_unknown_ops)
     except CacheFormatError as error:
         raise CacheFormatError(f"{path}: {error}") from None
     except ConfigError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from ..config.selection import ConfigSelectorChain
 from ..errors import ConfigError
 from ..execution.offline import autotune_recorded
 from ..execution.tuning import Autotuner
-from ..registry import clear_invocations, get_invocations, load_invocations
+from ..registry import clear_invocations, load_invocations, recorded_devices
 from ..utils.fingerprint import device_fingerprint
 from .options import Modules, import_modules, require_folder
 
@@ -34,10 +35,15 @@ def tune(
     clear_invocations()
     device = device_fingerprint()
     load_invocations(file, device=device if here else None)
-    if not get_invocations():
+    others = recorded_devices()
+    if not others.pop(device, 0):
         raise ConfigError(
             f"{file} has no call of this device, {device}; pass --here to tune calls of another one on it"
         )
+    if others:
+        count = others.total()
+        left = "1 call of another device is" if count == 1 else f"{count} calls of other devices are"
+        warnings.warn(f"{file}: {left} left out; --here tunes {'it' if count == 1 else 'them'} too", stacklevel=2)
     tuner = Autotuner(budget_s=budget_s, isolate=isolate)
     result = autotune_recorded(ConfigSelectorChain(persistent=PersistentCache() if cache else None, tuner=tuner))
     result.save(out)

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -91,9 +92,11 @@ def parse_json(text: str | bytes) -> Any:
     """JSON data; refuses NaN, infinities, repeated names and deep nesting."""
 
     def unique(pairs):
-        if len({k for k, _ in pairs}) != len(pairs):
-            raise ValueError("a name occurs twice in one object")
-        return dict(pairs)
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+            raise ValueError(f"the name {name[:64]!r} occurs twice in one object")
+        return found
 
     def refuse(word):
         raise ValueError(f"{word} is not allowed")

@@ -8,7 +8,6 @@ import functools
 import importlib.metadata
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -16,7 +15,7 @@ import jax
 from ..config.cache import Key
 from ..core.snapshot import Overlay, Reentrant, Snapshot, current, entered, with_overlay
 from ..errors import CacheFormatError, ConfigError
-from ..utils.files import replace_file
+from ..utils.files import read_file, replace_file
 from .entry import Entry, conflict
 from .hosts import compare_once
 
@@ -229,7 +228,7 @@ class AutotuningResult(Reentrant):
         """Reads a file that `save` wrote; see `loads`."""
         try:
             return cls.loads(
-                Path(path).read_bytes(), allow_other_device=allow_other_device, allow_unknown_ops=allow_unknown_ops
+                read_file(path), allow_other_device=allow_other_device, allow_unknown_ops=allow_unknown_ops
             )
         except (CacheFormatError, ConfigError) as error:
             raise type(error)(f"{path}: {error}") from None

@@ -18,6 +18,7 @@ from ..config.selection import why_illegal
 from ..core.kernel import KERNELS, find_kernel
 from ..errors import CacheFormatError, ConfigError
 from ..registry import find_call
+from ..utils.files import MAX_BYTES
 from ..utils.fingerprint import device_fingerprint
 from ..utils.json_lines import line_of
 from .entry import Entry, conflict
@@ -26,7 +27,6 @@ from .trial import Trial
 
 R = TypeVar("R", bound=AutotuningResult)
 _FORMAT, _SCHEMA = "ejkernel_ops.AutotuningResult", 1
-_MAX_BYTES = 64 << 20
 _PATH = re.compile(r"`\$([^`]*)`$")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 
@@ -134,8 +134,8 @@ def read(cls: type[R], text: str | bytes, allow_unknown_ops: bool = False, check
 
 
 def _parsed(text: str | bytes) -> tuple[str, _ResultForm]:
-    if len(text) > _MAX_BYTES:
-        raise CacheFormatError(f"larger than {_MAX_BYTES >> 20} MiB")
+    if len(text) > MAX_BYTES:
+        raise CacheFormatError(f"larger than {MAX_BYTES >> 20} MiB")
     try:
         text = text if isinstance(text, str) else text.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:

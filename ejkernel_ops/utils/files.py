@@ -1,4 +1,4 @@
-"""Files that are written as a whole or not at all."""
+"""Files that are written as a whole or not at all, and read up to a size."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import secrets
 import time
 from pathlib import Path
 
+from ..errors import CacheFormatError
+
+MAX_BYTES = 64 << 20  # of a file that people pass to each other
 _PART = re.compile(r"\.tmp-[0-9a-f]{16}")
 
 
@@ -30,6 +33,20 @@ def replace_file(path: str | os.PathLike, text: str) -> None:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
+
+def read_file(path: str | os.PathLike) -> bytes:
+    """The bytes of a file from somebody else; a data set or a device that was named by mistake is not read to its end.
+
+    Raises:
+        CacheFormatError: larger than 64 MiB.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        raw = file.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise CacheFormatError(f"larger than {MAX_BYTES >> 20} MiB")
+    return raw
 
 
 def leftovers(folder: Path, seconds: float) -> list[Path]:
