@@ -34,6 +34,7 @@ from ejkernel_ops import (
     Executor,
     FwdParams,
     LinearConfig,
+    NormConfig,
     PersistentCache,
     autotune_lowered,
     device_fingerprint,
@@ -42,6 +43,7 @@ from ejkernel_ops import (
     linear,
     overlay_cache,
     policy_override,
+    rms_norm,
 )
 from ejkernel_ops.config.selection import heuristic
 from ejkernel_ops.execution.trial import Tuned
@@ -51,7 +53,7 @@ from .fakes import FAKE, FakeConfig
 from .ops import close, normal, recorded
 from .told import KEY, ONE, SLOPE, TOLD, Traced, configs_of, told
 
-WIDTH, HEADS = 8, 2
+WIDTH, HEADS, LAYERS = 8, 2, 24
 X, WEIGHT = normal(0, 4, 6, WIDTH), normal(1, WIDTH, WIDTH) / 4
 
 CHOICE = {
@@ -62,17 +64,28 @@ CHOICE = {
 }
 
 
+WITH_NORMS = CHOICE | {
+    "rms_norm": NormConfig(backend="xla", fwd=FwdParams(blocksize_m=3)),
+    "rms_norm_bwd": NormConfig(backend="xla", bwd=BwdParams(blocksize_m=5)),
+}
+
+
 class Picks:
     """A tuner that knows what it wants."""
 
     def tune(self, inv, on_event=None):
-        return Tuned(CHOICE[inv.op_id], heuristic(inv), 1.0, 2.0, ())
+        return Tuned(WITH_NORMS[inv.op_id], heuristic(inv), 1.0, 2.0, ())
 
 
 def block(x, weight):
     """Attention and a linear map, as a model uses them."""
     heads = linear(x, weight).reshape(*x.shape[:-1], HEADS, -1)
     return x + linear(flash_attention(heads, heads, heads, causal=True).reshape(x.shape), weight)
+
+
+def layer(x, weight):
+    """Three ops; however many layers there are, no number grows."""
+    return rms_norm(block(x, weight))
 
 
 # The flow, in every framework and under every transform
@@ -153,12 +166,18 @@ def test_a_train_step_is_lowered_tuned_and_traced_again_with_the_tuned_configs(f
 
 
 def in_a_scan(x, weight):
-    return jax.lax.scan(lambda x, _: (block(x, weight), None), x, None, length=3)[0]
+    return jax.lax.scan(lambda x, _: (layer(x, weight), None), x, None, length=LAYERS)[0]
+
+
+def unrolled(x, weight):
+    for _ in range(LAYERS):
+        x = layer(x, weight)
+    return (x**3).sum()
 
 
 def accumulated(x, weight):
     def part(total, x):
-        return total + jax.grad(lambda w: (block(x, w) ** 2).sum())(weight), None
+        return total + jax.grad(lambda w: (layer(x, w) ** 3).sum())(weight), None
 
     return jax.lax.scan(part, jnp.zeros_like(weight), x.reshape(2, 2, *x.shape[1:]))[0]
 
@@ -166,14 +185,14 @@ def accumulated(x, weight):
 def sharded(x, weight):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("data")
-    return jax.shard_map(block, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)(x, weight)
+    return jax.shard_map(layer, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)(x, weight)
 
 
 PROGRAMS = {
     "scan": in_a_scan,
-    "remat": jax.checkpoint(block),
-    "remat in scan": lambda x, w: jax.lax.scan(lambda x, _: (jax.checkpoint(block)(x, w), None), x, None, length=3)[0],
-    "vmap": lambda x, w: jax.vmap(lambda x: block(x[None], w)[0])(x),
+    "remat": jax.checkpoint(layer),
+    "remat in scan": lambda x, w: jax.lax.scan(lambda x, _: (jax.checkpoint(layer)(x, w), None), x, None, LAYERS)[0],
+    "vmap": lambda x, w: jax.vmap(lambda x: layer(x[None], w)[0])(x),
     "shard_map": sharded,
     "gradient accumulation": accumulated,
 }
@@ -182,17 +201,24 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_flow_holds_under(program):
     fn = PROGRAMS[program]
-    step = jax.jit(fn if program == "gradient accumulation" else jax.grad(lambda *a: (fn(*a) ** 2).sum(), (0, 1)))
+    step = jax.jit(fn if program == "gradient accumulation" else jax.grad(lambda *a: (fn(*a) ** 3).sum(), (0, 1)))
     args = (X, WEIGHT)
     lowered = step.lower(*args)
     result = autotune_lowered(ConfigSelectorChain(tuner=Picks()), lowered, strict=True)
     assert {f"ejkernel_ops#{e.op_id_v}:{e.call_key}" for e in result.entries} == set(find_labels_in_lowered(lowered))
-    assert {e.op_id_v.partition("@")[0] for e in result.entries} == set(CHOICE)
+    assert {e.op_id_v.partition("@")[0] for e in result.entries} == set(WITH_NORMS)
     wanted = lowered.compile()(*args)
     with result:
         again = step.lower(*args)
     assert all(":heuristic" not in site.config for site in call_sites(again))
     close(again.compile()(*args), wanted, 1e-4)
+
+
+def test_what_many_layers_share_is_tuned_once():
+    result = autotune_lowered(ConfigSelectorChain(tuner=Picks()), jax.jit(jax.grad(unrolled, (0, 1))).lower(X, WEIGHT))
+    assert {entry.op_id_v.partition("@")[0] for entry in result.entries} == set(WITH_NORMS)
+    assert len(result.entries) == len(WITH_NORMS)
+    assert {entry.count for entry in result.entries if not entry.op_id_v.startswith("linear")} == {LAYERS}
 
 
 # Directions are apart
