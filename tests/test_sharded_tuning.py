@@ -188,3 +188,26 @@ def test_x64_of_the_caller_holds_while_xla_compiles():
     found = lowered.compile()(*sharded)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
+
+
+class CallingBack(ej.Kernel):
+    name, rows, out_rows = "test_calling_back", (True,), (True,)
+
+    def heuristic_cfg(self, inv):
+        return 0
+
+    def run(self, x, *, cfg):
+        return jax.pure_callback(lambda x: np.asarray(x) * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def test_a_kernel_that_calls_back_to_python_is_refused_where_xla_shares_out_and_works_where_types_do():
+    rows = normal(0, 8, 4)
+    with pytest.raises(Exception, match=r"test_calling_back calls back to Python \(pure_callback\).*shard_map"):
+        jax.jit(CallingBack())(placed_rows(rows, AxisType.Auto))
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))):
+        close(jax.jit(CallingBack())(placed_rows(rows, AxisType.Explicit)), 2 * rows)
+
+
+def placed_rows(rows, kind):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    return jax.device_put(rows, NamedSharding(mesh, P("data")))

@@ -17,10 +17,12 @@ import jax
 import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from ..errors import ConfigError
+from ..environment import interpreting
+from ..errors import ConfigError, UnsupportedError
 from .dims import Array, Arrays, Spec
 from .refined_mesh import axis_name, primes, specs_over_primes
 from .shards import Plan, plan
@@ -63,9 +65,9 @@ def devices_of(ctx: mlir.LoweringRuleContext) -> Devices:
 
 
 def is_supported(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA can ask this process how to share a call out: not of a program that is exported."""
+    """Whether XLA can ask this process how to share a call out: not of a program that is exported or interpreted."""
     shardy = jax.config.jax_use_shardy_partitioner  # pyright: ignore[reportAttributeAccessIssue]
-    return shardy and not ctx.module_context.lowering_parameters.for_export
+    return shardy and not ctx.module_context.lowering_parameters.for_export and not interpreting()
 
 
 def is_explicit(avals: Sequence[Any]) -> bool:
@@ -185,6 +187,7 @@ def _explicit_spec(aval: Any, explicit: set[str]) -> Spec:
 
 
 def partitioned(
+    op: str,
     whole: Callable[..., list[Any]],
     body: Callable[..., list[Any]],
     arrays: Arrays,
@@ -193,6 +196,7 @@ def partitioned(
     """A call that XLA shares out when it compiles, to be lowered with `in_context`.
 
     Args:
+        op: the name of the call's kernel.
         whole: the call of whole arrays, whose types are all that is asked of it.
         body: from a plan and a device's parts of the operands to its parts of the outputs.
         arrays: those of the call.
@@ -204,8 +208,11 @@ def partitioned(
         found, mesh, sub = _found(arrays, devices, [*operand_types, *output_types])
 
         def lower(*parts: Any) -> tuple[Any, ...]:
-            with settings(), set_xla_metadata(inlineable="false"):  # else XLA overwrites the labels of the body
-                return tuple(jax.jit(functools.partial(body, found))(*parts))
+            with settings():
+                traced = jax.make_jaxpr(functools.partial(body, found))(*parts)
+                _refuse_callbacks(op, traced.jaxpr)
+                with set_xla_metadata(inlineable="false"):  # else XLA overwrites the labels of the body
+                    return tuple(jax.jit(jaxpr_as_fun(traced))(*parts))
 
         shardings = [tuple(NamedSharding(sub, spec) for spec in specs) for specs in (found.outputs, found.operands)]
         return mesh, lower, *shardings
@@ -213,6 +220,19 @@ def partitioned(
     call = custom_partitioning(lambda *operands: tuple(whole(*operands)))
     call.def_partition(partition, sharding_rule=_rule(arrays), decode_shardings=False)
     return lambda *operands: list(call(*operands))
+
+
+def _refuse_callbacks(op: str, jaxpr: Any) -> None:
+    """Refuses code that calls back to Python: JAX does not keep what it calls alive in what XLA asks for."""
+    for eqn in jaxpr.eqns:
+        if "callback" in eqn.primitive.name:
+            raise UnsupportedError(
+                f"{op} calls back to Python ({eqn.primitive.name}), which JAX cannot do where XLA shares a call out over "
+                "devices, as it does under Auto axes; call it in jax.shard_map, or use Explicit axes"
+            )
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                _refuse_callbacks(op, inner)
 
 
 def in_context(ctx: mlir.LoweringRuleContext, devices: Devices) -> mlir.LoweringRuleContext:

@@ -263,7 +263,7 @@ def _partitioned(*operands: Any, call: Call, platform: str, arrays: Arrays, devi
     here = functools.partial(_lowered, platform=platform)  # now, while the settings of the caller hold
     whole, body = functools.partial(kernel_p.bind, call=call), _body(call, tools(platform, here))
     with jax.named_scope(scope_name(text)), set_xla_metadata(**marks):
-        return partition.partitioned(whole, body, arrays, devices)(*operands)
+        return partition.partitioned(call.kernel.op_id, whole, body, arrays, devices)(*operands)
 
 
 def _on_auto_axes(run: Callable, operands: Sequence[Any], call: Call) -> list[Any]:
