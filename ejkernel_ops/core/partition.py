@@ -227,8 +227,8 @@ def _refuse_callbacks(op: str, jaxpr: Any) -> None:
     for eqn in jaxpr.eqns:
         if "callback" in eqn.primitive.name:
             raise UnsupportedError(
-                f"{op} calls back to Python ({eqn.primitive.name}), which JAX cannot do where XLA shares a call out over "
-                "devices, as it does under Auto axes; call it in jax.shard_map, or use Explicit axes"
+                f"{op} calls back to Python ({eqn.primitive.name}), which JAX cannot do where XLA shares a call out "
+                "over devices, as under Auto axes; call it in jax.shard_map, or use Explicit axes"
             )
         for inner in jax.tree.leaves(list(eqn.params.values())):
             if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
