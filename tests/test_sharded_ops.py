@@ -148,6 +148,17 @@ def gathered(compiled):
     return [tuple(map(int, shape.split(","))) if shape else () for shape in moved]
 
 
+def compiled_and_labels(fn, arrays):
+    """The compiled program, the labels that are predicted from its lowered text, and those that it has."""
+    step = jax.jit(fn)
+    ej.clear_invocations()
+    lowered = step.lower(*arrays)
+    predicted = {split_label(site.label) for site in call_sites(with_local_labels(lowered.as_text()))}
+    ej.clear_invocations()
+    compiled = step.lower(*arrays).compile()
+    return compiled, predicted, {(op, key) for op, calls in ej.get_invocations().items() for key in calls}
+
+
 def close(found, wanted):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(1.0, np.abs(b).max()))
@@ -174,17 +185,51 @@ def mesh(request):
 @pytest.mark.parametrize("case", CASES)
 def test_each_device_runs_its_own_part(case, mesh):
     fn, operands, may_gather = CASES[case]
-    step = jax.jit(gradients(fn))
     sharded = placed(mesh, operands)
-    ej.clear_invocations()
-    lowered = step.lower(*sharded)
-    predicted = {split_label(site.label) for site in call_sites(with_local_labels(lowered.as_text()))}
-    ej.clear_invocations()
-    compiled = step.lower(*sharded).compile()
+    compiled, predicted, recorded = compiled_and_labels(gradients(fn), sharded)
     found = compiled(*sharded)
-    recorded = {(op, key) for op, calls in ej.get_invocations().items() for key in calls}
     assert predicted
     assert recorded <= predicted
     if may_gather is not None:
         assert set(gathered(compiled)) <= {*may_gather}
     close(found, wanted_of(case))
+
+
+def test_calls_in_a_loop_are_predicted_as_they_are_compiled():
+    """The arrays of each step are parts of one that is split: Shardy alone does not see through the loop."""
+
+    def scanned(x, w, b):
+        def step(carry, row):
+            return carry, jax.checkpoint(lambda *args: ej.linear(*args, activation="gelu"))(row, w, b)
+
+        return jax.lax.scan(step, 0, jnp.stack([x, 2 * x]))[1]
+
+    operands = [(X, P("data", "model")), (W, P()), (BIAS, P("data"))]
+    sharded = placed(MESHES["auto"], operands)
+    compiled, predicted, recorded = compiled_and_labels(gradients(scanned), sharded)
+    assert predicted == recorded
+    close(compiled(*sharded), wanted_alone(scanned, [x for x, _ in operands]))
+
+
+class Shifted(ej.Kernel):
+    """Rows and what they share, which also makes a residual that they share."""
+
+    name, rows, out_rows, residual_rows = "test_shifted", (True, "broadcast"), (True,), ("broadcast",)
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def run(self, x, shift, *, cfg):
+        return x + jnp.sin(shift)
+
+    def fwd_with_residuals(self, x, shift, *, cfg):
+        return x + jnp.sin(shift), jnp.cos(shift)
+
+    def vjp(self, residuals, out, cotangent, x, shift, *, cfg):
+        return cotangent, (cotangent * residuals).sum(0, keepdims=True)
+
+
+def test_what_rows_share_is_no_sum_over_devices(mesh):
+    operands = [(X[0], ROWS), (SCALE[None], P())]
+    fn = functools.partial(ej.Executor(), Shifted())
+    close(jax.jit(gradients(fn))(*placed(mesh, operands)), wanted_alone(fn, [x for x, _ in operands]))
