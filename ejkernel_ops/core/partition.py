@@ -111,7 +111,7 @@ def mapped(body: Callable[..., list[Any]], arrays: Arrays, operands: Sequence[An
     avals = [*map(jax.typeof, operands), *types]
     mesh, explicit = _explicit(avals)
     specs = [_explicit_spec(aval, explicit) for aval in avals]
-    found = plan(arrays, specs, mesh.shape.__getitem__)
+    found = plan(arrays, specs, mesh.shape)
     run = jax.shard_map(
         lambda *parts: tuple(body(found, *parts)), mesh=mesh, in_specs=found.operands, out_specs=found.outputs,
         axis_names=explicit, check_vma=False,
@@ -130,7 +130,7 @@ def explicit_types(arrays: Arrays, operands: Sequence[Any], outputs: Sequence[An
     """
     mesh, explicit = _explicit(operands)
     specs = [_explicit_spec(aval, explicit) for aval in operands] + [((),) * len(aval.shape) for aval in outputs]
-    found = plan(arrays, specs, mesh.shape.__getitem__)
+    found = plan(arrays, specs, mesh.shape)
     like = max(operands, key=lambda aval: len(aval.manual_axis_type.varying))  # inside a `shard_map` outputs vary, too
     return [
         like.update(shape=x.shape, dtype=x.dtype, weak_type=x.weak_type, sharding=NamedSharding(mesh, spec))
@@ -207,7 +207,7 @@ def _found(arrays: Arrays, devices: Devices, types: Sequence[Any]) -> tuple[Plan
     hlo = [_hlo_sharding(t) for t in types]
     sizes, specs = specs_over_primes(hlo, [len(t.shape) for t in types], shared)
     names = [axis_name(i) for i in range(len(sizes))]
-    found = plan(arrays, specs, dict(zip(names, sizes)).__getitem__)
+    found = plan(arrays, specs, dict(zip(names, sizes)))
     left = iter(zip(names, sizes))
     all_axes = [
         axis
