@@ -497,7 +497,7 @@ def run_dropped(floats, cotangents, rng, config):
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def kept(rng, batch, heads, q_len, kv_len):
     """Which probabilities are kept, `(batch, heads, q_len, kv_len)`, for the key that the op was given."""
-    seed = jax.random.bits(rng, (batch, 2), jnp.uint32)
+    seed = jnp.pad(jax.random.bits(rng, (batch, 2), jnp.uint32), ((0, 0), (0, 1)))
     return keep_bits(seed, jnp.arange(heads)[None], jnp.arange(q_len), 0, kv_len, RATE)[:, 0]
 
 

@@ -46,6 +46,10 @@ def packed(query, key, value):
     return ej.flash_attention(query, key, value, q_segment_ids=SEGMENTS, kv_segment_ids=SEGMENTS, kv_lengths=lengths)
 
 
+def dropped(query, key, value):
+    return ej.flash_attention(query, key, value, dropout_rate=0.4, dropout_rng=jax.random.key(7))
+
+
 def masked(query, key, value):
     mask = jnp.tril(jnp.ones((8, 8), bool))[None, None]
     return ej.flash_attention(query, key, value, mask=mask, sliding_window=3)
@@ -77,6 +81,8 @@ CASES = {  # the op, its operands with their shardings, the shapes of the arrays
     "bias of all": (biased, [*qkv(4), (normal(3, 8, 8), P()), (normal(4, 8), P("model"))], []),
     "bias of examples": (biased, [*qkv(4), (normal(3, 4, 1, 8, 8), P("data")), (normal(4, 8), P("model"))], []),
     "packed": (packed, qkv(4), []),
+    "dropped": (dropped, qkv(4), []),
+    "dropped, fewer key heads than devices": (dropped, qkv(2, P("data")), [(2, 8, 2, 4)]),
     "masked": (masked, qkv(2, P("data")), [(2, 8, 2, 4)]),
     "linear": (lambda x, w: ej.linear(x, w), [(X, ROWS), (W, COLUMNS)], []),
     "linear and bias": (

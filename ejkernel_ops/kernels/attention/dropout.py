@@ -42,8 +42,8 @@ def keep_bits(
     Four keys share one Philox call: its words go to keys `4 i` to `4 i + 3`.
 
     Args:
-        seed: `(batch, 2)` uint32, of each example.
-        heads: `(kv_heads, group)` head numbers.
+        seed: `(batch, 3)` uint32, of each example two random words, and the number of its first head.
+        heads: `(kv_heads, group)` head numbers, from that one on.
         rows: `(q_block,)` query numbers.
         start: number of the first key, a scalar.
         count: number of keys.
@@ -60,7 +60,12 @@ def keep_bits(
     def spread(x, *axes):
         return jnp.broadcast_to(jnp.expand_dims(x.astype(u32), axes), shape)
 
-    counter = (spread(quads, 0, 1, 2, 3), spread(rows, 0, 1, 2, 4), spread(heads, 0, 3, 4), jnp.zeros(shape, u32))
+    counter = (
+        spread(quads, 0, 1, 2, 3),
+        spread(rows, 0, 1, 2, 4),
+        spread(heads, 0, 3, 4) + spread(seed[:, 2], 1, 2, 3, 4),
+        jnp.zeros(shape, u32),
+    )
     key = (spread(seed[:, 0], 1, 2, 3, 4), spread(seed[:, 1], 1, 2, 3, 4))
     words = jnp.stack(philox(counter, key), axis=-1).reshape(*shape[:-1], -1)
     words = jax.lax.dynamic_slice_in_dim(words, (start % u32(4)).astype(jnp.int32), count, axis=-1)

@@ -69,7 +69,7 @@ class AttentionBackward(Kernel):
 
     def on_shards(self, run: Any, axes: dict[str, tuple[str, ...]], *operands: Any, **statics: Any) -> Any:
         """A device has its part of queries meet the keys that they use: one head of them, or those of all devices."""
-        x: dict[str, Any] = dict(zip((*ring.NAMES, "out", "lse", "dout", "dlse"), operands))
+        x = _later_heads(axes, dict(zip((*ring.NAMES, "out", "lse", "dout", "dlse"), operands)))
 
         def gradients(x: dict[str, Any], statics: dict[str, Any]) -> dict[str, Any]:
             made = run(*x.values(), **statics)
@@ -229,7 +229,7 @@ class AttentionForward(Kernel):
 
     def on_shards(self, run: Any, axes: dict[str, tuple[str, ...]], *operands: Any, **statics: Any) -> Any:
         """A device has its part of queries meet the keys that they use: one head of them, or those of all devices."""
-        x: dict[str, Any] = dict(zip(ring.NAMES, operands))
+        x = _later_heads(axes, dict(zip(ring.NAMES, operands)))
         if split := _shared_head(axes, x["key"]):
             x |= {name: split.part(x[name]) for name in ("key", "value")}
 
@@ -356,6 +356,15 @@ def _shared_head(axes: dict[str, tuple[str, ...]], key: jax.Array) -> _SharedHea
     if "g" not in axes or count == 1:
         return None
     return _SharedHead(jax.lax.axis_index(axes["g"]) // (jax.lax.axis_size(axes["g"]) // count), count)
+
+
+def _later_heads(axes: dict[str, tuple[str, ...]], x: dict[str, Any]) -> dict[str, Any]:
+    """The operands of a device that has a part of the heads: for dropout they are numbered as those of all."""
+    over = *axes.get("k", ()), *axes.get("g", ())
+    if x["dropout_seed"] is None or not over:
+        return x
+    first = (jax.lax.axis_index(over) * x["query"].shape[2]).astype(jnp.uint32)
+    return x | {"dropout_seed": x["dropout_seed"].at[:, 2].add(first)}
 
 
 def _later_queries(axes: dict[str, tuple[str, ...]], x: dict[str, Any], statics: dict[str, Any]) -> tuple[dict, dict]:

@@ -275,7 +275,7 @@ def _ints(name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _seed(rate: float, rng: Any, batch: int) -> jax.Array | None:
-    """Two random words for each example, so that a draw does not depend on the batch that it is part of."""
+    """Two random words for each example, so that a draw does not depend on its batch, and the first head: 0."""
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout_rate is {rate}; expected at least 0 and less than 1")
     if rate == 0.0:
@@ -287,4 +287,4 @@ def _seed(rate: float, rng: Any, batch: int) -> jax.Array | None:
         raise ValueError(f"dropout_rng has shape {rng.shape}; expected one key (for one per example use jax.vmap)")
     if not typed and getattr(rng, "dtype", None) != jnp.uint32:
         raise TypeError(f"dropout_rng is {rng!r}; expected a PRNG key, as of jax.random.key")
-    return jax.random.bits(rng, (batch, 2), jnp.uint32)
+    return jnp.pad(jax.random.bits(rng, (batch, 2), jnp.uint32), ((0, 0), (0, 1)))

@@ -128,7 +128,7 @@ def attention_backward_q(
                     probs = tl.where(seen, probs, 0.0)
                 dprobs = tl.dot(dout, v, input_precision=spec.precision)
                 if spec.threshold > 0:
-                    keep = kept(seed_ptr + batch * 2, head, first_row, j * block_kv, spec)
+                    keep = kept(seed_ptr + batch * 3, head, first_row, j * block_kv, spec)
                     dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
                 dscores = probs * (dprobs - delta[:, None]) * slope
                 dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision=spec.precision)
@@ -228,7 +228,7 @@ def attention_backward_kv(
                                      phase != 1 and (spec.ragged_q or spec.dead_rows), spec.padded_e)  # fmt: skip
                     weights = probs
                     if spec.threshold > 0:
-                        keep = kept(seed_ptr + batch * 2, head, i * block_q, first_col, spec)
+                        keep = kept(seed_ptr + batch * 3, head, i * block_q, first_col, spec)
                         keep = tl.trans(keep)
                         weights = tl.where(keep, probs, 0.0)
                     if spec.want_dv:
@@ -317,7 +317,7 @@ def attention_backward_bias(
         seen = visible_keys(rows, j * block_kv, offset, end_seen, q_ids, kv_ids, spec)
         dprobs = tl.dot(dout, v, input_precision=spec.precision)
         if spec.threshold > 0:
-            keep = kept(seed_ptr + batch * 2, head, i * block_q, j * block_kv, spec)
+            keep = kept(seed_ptr + batch * 3, head, i * block_q, j * block_kv, spec)
             dprobs = tl.where(keep, dprobs * (1.0 / spec.keep), 0.0)
         live = lse < INF
         if spec.ragged_q:

@@ -107,7 +107,7 @@ def attention_forward(
                 fade = tl.exp2((top - finite) * spec.base)
                 total = total * fade + tl.sum(probs, 1)
                 if spec.threshold > 0:
-                    keep = kept(seed_ptr + batch * 2, head, first_row, j * block_kv, spec)
+                    keep = kept(seed_ptr + batch * 3, head, first_row, j * block_kv, spec)
                     probs = tl.where(keep, probs, 0.0)
                 acc = acc * fade[:, None]
                 v_at = v_ptr + cols[:, None] * (spec.kv_heads * spec.v_dim) + e[None, :]

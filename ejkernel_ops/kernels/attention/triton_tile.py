@@ -285,8 +285,8 @@ def kept(seed_ptr, head, first_row, first_col, spec: tl.constexpr):
     rows = (first_row + tl.arange(0, block_q)).to(tl.uint32)[:, None]
     quads = (first_col // 4 + tl.arange(0, block_kv // 4)).to(tl.uint32)[None, :]
     zeros = tl.zeros([block_q, block_kv // 4], tl.uint32)
-    c0, c1, c2, c3 = quads + zeros, rows + zeros, head.to(tl.uint32) + zeros, zeros
-    k0, k1 = tl.load(seed_ptr), tl.load(seed_ptr + 1)
+    k0, k1, first_head = tl.load(seed_ptr), tl.load(seed_ptr + 1), tl.load(seed_ptr + 2)
+    c0, c1, c2, c3 = quads + zeros, rows + zeros, head.to(tl.uint32) + first_head + zeros, zeros
     for _ in tl.static_range(10):
         hi0, lo0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
         hi1, lo1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
