@@ -201,20 +201,37 @@ def test_each_device_runs_its_own_part(case, mesh):
     close(found, wanted_of(case))
 
 
-def test_calls_in_a_loop_are_predicted_as_they_are_compiled():
-    """The arrays of each step are parts of one that is split: Shardy alone does not see through the loop."""
+def constrained(x, spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(MESHES["auto"], spec))
 
-    def scanned(x, w, b):
-        def step(carry, row):
-            return carry, jax.checkpoint(lambda *args: ej.linear(*args, activation="gelu"))(row, w, b)
 
-        return jax.lax.scan(step, 0, jnp.stack([x, 2 * x]))[1]
+def scanned(x, scale):
+    def step(carry, row):
+        return carry, jax.checkpoint(ej.rms_norm)(row, scale)
 
-    operands = [(X, P("data", "model")), (W, P()), (BIAS, P("data"))]
-    sharded = placed(MESHES["auto"], operands)
-    compiled, predicted, recorded = compiled_and_labels(gradients(scanned), sharded)
-    assert predicted == recorded
-    close(compiled(*sharded), wanted_alone(scanned, [x for x, _ in operands]))
+    return jax.lax.scan(step, 0, jnp.stack([x, 2 * x]))[1]
+
+
+def mapped(x):
+    return jax.shard_map(jnp.sin, mesh=MESHES["auto"], in_specs=P("model"), out_specs=P("model"))(x)
+
+
+PROGRAMS = {  # how an array comes to a call
+    "steps of a loop": scanned,
+    "what goes around a loop": lambda x, scale: jax.lax.fori_loop(0, 2, lambda _, y: ej.rms_norm(y, scale), x),
+    "constrained": lambda x, scale: ej.rms_norm(constrained(x, P("model")), scale),
+    "made, and constrained": lambda x, scale: ej.rms_norm(constrained(x + 1, P(None, "data")), scale),
+    "out of a shard_map": lambda x, scale: ej.rms_norm(mapped(x), scale),
+    "in a branch": lambda x, scale: jax.lax.cond(x[0, 0, 0] > 0, ej.rms_norm, lambda x, _: x, x, scale),
+    "twice": lambda x, scale: (ej.rms_norm(x, scale), ej.rms_norm(constrained(x, P(None, "model")), scale)),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_labels_are_predicted_as_they_are_compiled(program):
+    sharded = placed(MESHES["auto"], [(X, P("data", None, "model")), (SCALE, P())])
+    _, predicted, recorded = compiled_and_labels(PROGRAMS[program], sharded)
+    assert predicted == recorded != set()
 
 
 class Shifted(ej.Kernel):

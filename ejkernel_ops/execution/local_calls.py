@@ -163,6 +163,10 @@ def _sharding(value: Any) -> Any:
             return None
     else:
         owner, index = value.owner, ir.OpResult(value).result_number
+        if owner.name == "sdy.reshard":
+            return owner.attributes["sharding"]
+        if owner.name == "sdy.manual_computation":
+            return sdy.TensorShardingPerValueAttr(owner.attributes["out_shardings"]).shardings[index]
     if _SHARDING not in owner.attributes:
         return None
     return sdy.TensorShardingPerValueAttr(owner.attributes[_SHARDING]).shardings[index]
