@@ -205,33 +205,55 @@ def constrained(x, spec):
     return jax.lax.with_sharding_constraint(x, NamedSharding(MESHES["auto"], spec))
 
 
-def scanned(x, scale):
+def scanned(x, weight):
     def step(carry, row):
-        return carry, jax.checkpoint(ej.rms_norm)(row, scale)
+        return carry, jax.checkpoint(ej.linear)(row, weight)
 
     return jax.lax.scan(step, 0, jnp.stack([x, 2 * x]))[1]
 
 
-def mapped(x):
-    return jax.shard_map(jnp.sin, mesh=MESHES["auto"], in_specs=P("model"), out_specs=P("model"))(x)
+def mapped(x, spec):
+    return jax.shard_map(jnp.sin, mesh=MESHES["auto"], in_specs=spec, out_specs=spec)(x)
 
 
-PROGRAMS = {  # how an array comes to a call
+PROGRAMS = {  # how arrays come to a call
     "steps of a loop": scanned,
-    "what goes around a loop": lambda x, scale: jax.lax.fori_loop(0, 2, lambda _, y: ej.rms_norm(y, scale), x),
-    "constrained": lambda x, scale: ej.rms_norm(constrained(x, P("model")), scale),
-    "made, and constrained": lambda x, scale: ej.rms_norm(constrained(x + 1, P(None, "data")), scale),
-    "out of a shard_map": lambda x, scale: ej.rms_norm(mapped(x), scale),
-    "in a branch": lambda x, scale: jax.lax.cond(x[0, 0, 0] > 0, ej.rms_norm, lambda x, _: x, x, scale),
-    "twice": lambda x, scale: (ej.rms_norm(x, scale), ej.rms_norm(constrained(x, P(None, "model")), scale)),
+    "what goes around a loop": lambda x, _: jax.lax.fori_loop(0, 2, lambda _, y: ej.rms_norm(y, SCALE), x),
+    "a constrained weight": lambda x, weight: ej.linear(x, constrained(weight, P("data"))),
+    "a weight out of a shard_map": lambda x, weight: ej.linear(x, mapped(weight, P("data"))),
+    "in a branch": lambda x, _: jax.lax.cond(x[0, 0] > 0, lambda x: ej.rms_norm(x, SCALE), lambda x: x, x),
+    "twice": lambda x, weight: (ej.linear(x, weight), ej.linear(constrained(x, P(None, "model")), weight)),
 }
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_labels_are_predicted_as_they_are_compiled(program):
-    sharded = placed(MESHES["auto"], [(X, P("data", None, "model")), (SCALE, P())])
+    sharded = placed(MESHES["auto"], [(X[0], P("model")), (W, P())])
     _, predicted, recorded = compiled_and_labels(PROGRAMS[program], sharded)
     assert predicted == recorded != set()
+
+
+MIXED = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+SPLIT_HEAD = [(normal(15, 16, 8), P()), (normal(16, 8, 24), COLUMNS)]
+
+
+@pytest.mark.parametrize("columns", [COLUMNS, P(None, ("data", "model"))])
+def test_a_vocabulary_that_types_split_may_be_split_by_xla_too(columns):
+    with jax.set_mesh(MIXED):
+        operands = placed(MIXED, [SPLIT_HEAD[0], (SPLIT_HEAD[1][0], columns)])
+        close(jax.jit(gradients(loss))(*operands), wanted_alone(loss, [x for x, _ in SPLIT_HEAD]))
+
+
+@pytest.mark.parametrize("spec", [P(), P(None, "data")])
+def test_a_vocabulary_that_a_shard_map_splits_may_be_split_by_xla_too(spec):
+    def local(hidden, weight):
+        return loss(hidden, jax.lax.with_sharding_constraint(weight, spec), vocab_axis="model")
+
+    split = jax.shard_map(
+        local, mesh=MESHES["auto"], in_specs=(P(), COLUMNS), out_specs=P(), axis_names={"model"}
+    )  # fmt: skip
+    arrays = [x for x, _ in SPLIT_HEAD]
+    close(jax.jit(gradients(split))(*arrays), wanted_alone(loss, arrays))
 
 
 class Shifted(ej.Kernel):

@@ -200,8 +200,8 @@ def in_context(ctx: mlir.LoweringRuleContext, devices: Devices) -> mlir.Lowering
 def _found(arrays: Arrays, devices: Devices, types: Sequence[Any]) -> tuple[Plan, Mesh, Mesh]:
     """The plan for arrays that XLA has split, the mesh of all devices, and that of those that it shares them out to.
 
-    Both are made of axes of prime sizes; in one that is manual already each device has its part, but sums over other
-    axes still need to know of it.
+    Both are made of axes of prime sizes; in one that is manual already each device has its part, but sums over it and
+    over other axes still need to know of it.
     """
     shared = [size for _, size, is_manual in devices.axes if not is_manual]
     hlo = [_hlo_sharding(t) for t in types]
@@ -212,7 +212,7 @@ def _found(arrays: Arrays, devices: Devices, types: Sequence[Any]) -> tuple[Plan
     all_axes = [
         axis
         for name, size, is_manual in devices.axes
-        for axis in ([(f"manual_{name}", size)] if is_manual else itertools.islice(left, len(primes(size))))
+        for axis in ([(name, size)] if is_manual else itertools.islice(left, len(primes(size))))
     ]
     return found, _mesh(all_axes), _mesh(list(zip(names, sizes)))
 
