@@ -256,6 +256,20 @@ def test_a_vocabulary_that_a_shard_map_splits_may_be_split_by_xla_too(spec):
     close(jax.jit(gradients(split))(*arrays), wanted_alone(loss, arrays))
 
 
+@pytest.mark.parametrize("manual", ["first", "second", "third"])
+def test_xla_shares_out_what_a_shard_map_over_another_axis_leaves(manual):
+    """XLA numbers the devices of such a part as it likes, and sums must be over those that have its parts."""
+    mesh = jax.make_mesh((2, 2, 2), ("first", "second", "third"), axis_types=(AxisType.Auto,) * 3)
+    low, high = (axis for axis in mesh.axis_names if axis != manual)
+
+    def local(x, weight):
+        x, weight = (jax.lax.with_sharding_constraint(a, P(None, axis)) for a, axis in ((x, high), (weight, low)))
+        return ej.linear(x, weight)
+
+    split = jax.shard_map(local, mesh=mesh, in_specs=(P(manual), P()), out_specs=P(manual), axis_names={manual})
+    close(jax.jit(gradients(split))(X, W), wanted_alone(ej.linear, [X, W]))
+
+
 class Shifted(ej.Kernel):
     """Rows and what they share, which also makes a residual that they share."""
 

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..errors import ConfigError
 from .dims import Array, Arrays, Spec
@@ -168,6 +169,9 @@ def partitioned(
 ) -> Callable[..., list[Any]]:
     """A call that XLA shares out when it compiles, to be lowered with `in_context`.
 
+    Its first output is nothing, which all devices have: inside a `shard_map` over other axes XLA numbers the devices
+    as the first output is split, and what they tell each other goes by the order of the mesh.
+
     Args:
         whole: the call of whole arrays, whose types are all that is asked of it.
         body: from a plan and a device's parts of the operands to its parts of the outputs.
@@ -177,18 +181,18 @@ def partitioned(
     settings = _settings()  # what is traced while XLA compiles may be in another thread, or under others' contexts
 
     def partition(_mesh: Any, operand_types: Sequence[Any], output_types: Sequence[Any]) -> Any:
-        found, mesh, sub = _found(arrays, devices, [*operand_types, *output_types])
+        found, mesh, sub = _found(arrays, devices, [*operand_types, *output_types[1:]])
 
         def lower(*parts: Any) -> tuple[Any, ...]:
             with settings(), set_xla_metadata(inlineable="false"):  # else XLA overwrites the labels of the body
-                return tuple(jax.jit(functools.partial(body, found))(*parts))
+                return (jnp.zeros(()), *jax.jit(functools.partial(body, found))(*parts))
 
-        shardings = [tuple(NamedSharding(sub, spec) for spec in specs) for specs in (found.outputs, found.operands)]
-        return mesh, lower, *shardings
+        split = [tuple(NamedSharding(sub, spec) for spec in specs) for specs in (found.outputs, found.operands)]
+        return mesh, lower, (NamedSharding(sub, PartitionSpec()), *split[0]), split[1]
 
-    call = custom_partitioning(lambda *operands: tuple(whole(*operands)))
+    call = custom_partitioning(lambda *operands: (jnp.zeros(()), *whole(*operands)))
     call.def_partition(partition, sharding_rule=_rule(arrays), decode_shardings=False)
-    return lambda *operands: list(call(*operands))
+    return lambda *operands: list(call(*operands)[1:])
 
 
 def in_context(ctx: mlir.LoweringRuleContext, devices: Devices) -> mlir.LoweringRuleContext:
@@ -247,7 +251,7 @@ def _rule(arrays: Arrays) -> SdyShardingRule:
     alone = {axis[0] for axis in layouts if len(axis) == 1}
     inside = {factor for axis in layouts if len(axis) > 1 for factor in axis} - alone
     sizes: dict[str, Any] = {_factor(f): arrays.sizes[f] for f in sorted(inside)}
-    return SdyShardingRule(tuple(operands), tuple(outputs), **sizes)
+    return SdyShardingRule(tuple(operands), (ArrayMapping(), *outputs), **sizes)
 
 
 def _factor(name: str) -> str:

@@ -124,7 +124,7 @@ def _localise(op: Any, meshes: dict[str, dict[str, int]]) -> None:
 def _local_calls(shared: SharedCall, op: Any, meshes: dict[str, dict[str, int]]) -> Iterator[Invocation]:
     """The calls that one device makes for a shared one, given how the operands and results of its op are split."""
     parts = _Parts(meshes, _manual_axes(op))
-    specs = [parts.spec(_sharding(value), value.type.rank) for value in (*op.operands, *op.results)]
+    specs = [parts.spec(_sharding(value), value.type.rank) for value in (*op.operands, *list(op.results)[1:])]
     found = plan(shared.arrays, specs, parts.sizes)
     split = [spec_of(array, found.axes) for array in shared.arrays.operands]
     local = [jax.ShapeDtypeStruct(_shape(x, spec, parts.sizes), x.dtype) for x, spec in zip(shared.operands, split)]
