@@ -37,7 +37,7 @@ def invocations(dim=128, length=2048, heads=8, kv_heads=8, v_dim=None, dtype=jnp
     given = {
         "bias": like(1, heads, length, length, dtype=dtype), "mask": like(1, 1, length, length, dtype=jnp.bool_),
         "q_offset": like(2, dtype=jnp.int32), "q_segment_ids": ids, "kv_segment_ids": ids,
-        "kv_lengths": like(2, dtype=jnp.int32), "sinks": like(heads), "dropout_seed": like(2, 2, dtype=jnp.uint32),
+        "kv_lengths": like(2, dtype=jnp.int32), "sinks": like(heads), "dropout_seed": like(2, 5, dtype=jnp.uint32),
     }  # fmt: skip
     arrays = (query, key, value, *(x if name in options else None for name, x in given.items()))
     plain = dict(

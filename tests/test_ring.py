@@ -75,6 +75,16 @@ def test_a_split_length_gives_what_a_whole_one_does(case, kind):
     assert all(np.prod(shape) <= np.prod(operands[1].shape) for shape in gathered(compiled))
 
 
+@pytest.mark.parametrize("axes", [("first", "second"), ("second", "first")])
+@pytest.mark.parametrize("case", ["causal", "lengths"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_mesh_axes_split_a_length_in_any_order(axes, case, kind):
+    fn, _ = CASES[case]
+    with jax.set_mesh(mesh := jax.make_mesh((2, 4), ("first", "second"), axis_types=(KINDS[kind],) * 2)):
+        operands = [jax.device_put(x, NamedSharding(mesh, P(None, axes))) for x, _ in qkv()]
+        close(jax.jit(gradients(fn))(*operands), wanted_of(case))
+
+
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("case", ["causal", "a window on both sides", "sinks", "a bias of keys"])
 def test_inside_shard_map_the_axis_is_named(case, checked):

@@ -46,6 +46,10 @@ def packed(query, key, value):
     return ej.flash_attention(query, key, value, q_segment_ids=SEGMENTS, kv_segment_ids=SEGMENTS, kv_lengths=lengths)
 
 
+def dropped(query, key, value):
+    return ej.flash_attention(query, key, value, dropout_rate=0.4, dropout_rng=jax.random.key(7))
+
+
 def masked(query, key, value):
     mask = jnp.tril(jnp.ones((8, 8), bool))[None, None]
     return ej.flash_attention(query, key, value, mask=mask, sliding_window=3)
@@ -76,11 +80,9 @@ CASES = {  # the op, its operands with their shardings, the shapes of the arrays
     "bias of all": (biased, [*qkv(4), (normal(3, 8, 8), P()), (normal(4, 8), P("model"))], []),
     "bias of examples": (biased, [*qkv(4), (normal(3, 4, 1, 8, 8), P("data")), (normal(4, 8), P("model"))], []),
     "packed": (packed, qkv(4), []),
+    "dropped": (dropped, qkv(4), []),
+    "dropped, fewer key heads than devices": (dropped, qkv(2, P("data")), [(2, 8, 2, 4)]),
     "masked": (masked, qkv(2, P("data")), [(2, 8, 2, 4)]),
-    "dropout": (
-        lambda *x: ej.flash_attention(*x, dropout_rate=0.4, dropout_rng=jax.random.key(7)), qkv(2, P("data")),
-        [(2, 8, 2, 4)],
-    ),
     "linear": (lambda x, w: ej.linear(x, w), [(X, ROWS), (W, COLUMNS)], []),
     "linear and bias": (
         lambda x, w, b: ej.linear(x, w, b, activation="gelu"), [(X, ROWS), (W, COLUMNS), (BIAS, P("model"))], [],
@@ -151,6 +153,17 @@ def gathered(compiled):
     return [tuple(map(int, shape.split(","))) if shape else () for shape in moved]
 
 
+def compiled_and_labels(fn, arrays):
+    """The compiled program, the labels that are predicted from its lowered text, and those that it has."""
+    step = jax.jit(fn)
+    ej.clear_invocations()
+    lowered = step.lower(*arrays)
+    predicted = {split_label(site.label) for site in call_sites(with_local_labels(lowered.as_text()))}
+    ej.clear_invocations()
+    compiled = step.lower(*arrays).compile()
+    return compiled, predicted, {(op, key) for op, calls in ej.get_invocations().items() for key in calls}
+
+
 def close(found, wanted):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(1.0, np.abs(b).max()))
@@ -177,15 +190,9 @@ def mesh(request):
 @pytest.mark.parametrize("case", CASES)
 def test_each_device_runs_its_own_part(case, mesh):
     fn, operands, may_gather = CASES[case]
-    step = jax.jit(gradients(fn))
     sharded = placed(mesh, operands)
-    ej.clear_invocations()
-    lowered = step.lower(*sharded)
-    predicted = {split_label(site.label) for site in call_sites(with_local_labels(lowered.as_text()))}
-    ej.clear_invocations()
-    compiled = step.lower(*sharded).compile()
+    compiled, predicted, recorded = compiled_and_labels(gradients(fn), sharded)
     found = compiled(*sharded)
-    recorded = {(op, key) for op, calls in ej.get_invocations().items() for key in calls}
     assert predicted
     assert recorded <= predicted
     assert set(gathered(compiled)) <= {*may_gather}
@@ -206,3 +213,96 @@ def test_types_that_say_what_cannot_be_are_refused(fn, operands, message):
     with jax.set_mesh(MESHES["auto"]):
         found = jax.jit(fn)(*placed(MESHES["auto"], operands))
     close([found], [fn(*[x for x, _ in operands])])
+
+
+def constrained(x, spec):
+    return jax.lax.with_sharding_constraint(x, NamedSharding(MESHES["auto"], spec))
+
+
+def scanned(x, weight):
+    def step(carry, row):
+        return carry, jax.checkpoint(ej.linear)(row, weight)
+
+    return jax.lax.scan(step, 0, jnp.stack([x, 2 * x]))[1]
+
+
+def mapped(x, spec):
+    return jax.shard_map(jnp.sin, mesh=MESHES["auto"], in_specs=spec, out_specs=spec)(x)
+
+
+PROGRAMS = {  # how arrays come to a call
+    "steps of a loop": scanned,
+    "what goes around a loop": lambda x, _: jax.lax.fori_loop(0, 2, lambda _, y: ej.rms_norm(y, SCALE), x),
+    "a constrained weight": lambda x, weight: ej.linear(x, constrained(weight, P("data"))),
+    "a weight out of a shard_map": lambda x, weight: ej.linear(x, mapped(weight, P("data"))),
+    "in a branch": lambda x, _: jax.lax.cond(x[0, 0] > 0, lambda x: ej.rms_norm(x, SCALE), lambda x: x, x),
+    "twice": lambda x, weight: (ej.linear(x, weight), ej.linear(constrained(x, P(None, "model")), weight)),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_labels_are_predicted_as_they_are_compiled(program):
+    sharded = placed(MESHES["auto"], [(X[0], P("model")), (W, P())])
+    _, predicted, recorded = compiled_and_labels(PROGRAMS[program], sharded)
+    assert predicted == recorded != set()
+
+
+MIXED = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+SPLIT_HEAD = [(normal(15, 16, 8), P()), (normal(16, 8, 24), COLUMNS)]
+
+
+@pytest.mark.parametrize("columns", [COLUMNS, P(None, ("data", "model"))])
+def test_a_vocabulary_that_types_split_may_be_split_by_xla_too(columns):
+    with jax.set_mesh(MIXED):
+        operands = placed(MIXED, [SPLIT_HEAD[0], (SPLIT_HEAD[1][0], columns)])
+        close(jax.jit(gradients(loss))(*operands), wanted_alone(loss, [x for x, _ in SPLIT_HEAD]))
+
+
+@pytest.mark.parametrize("spec", [P(), P(None, "data")])
+def test_a_vocabulary_that_a_shard_map_splits_may_be_split_by_xla_too(spec):
+    def local(hidden, weight):
+        return loss(hidden, jax.lax.with_sharding_constraint(weight, spec), vocab_axis="model")
+
+    split = jax.shard_map(
+        local, mesh=MESHES["auto"], in_specs=(P(), COLUMNS), out_specs=P(), axis_names={"model"}
+    )  # fmt: skip
+    arrays = [x for x, _ in SPLIT_HEAD]
+    close(jax.jit(gradients(split))(*arrays), wanted_alone(loss, arrays))
+
+
+@pytest.mark.parametrize("manual", ["first", "second", "third"])
+def test_xla_shares_out_what_a_shard_map_over_another_axis_leaves(manual):
+    """XLA numbers the devices of such a part as it likes, and sums must be over those that have its parts."""
+    mesh = jax.make_mesh((2, 2, 2), ("first", "second", "third"), axis_types=(AxisType.Auto,) * 3)
+    low, high = (axis for axis in mesh.axis_names if axis != manual)
+
+    def local(x, weight):
+        x, weight = (jax.lax.with_sharding_constraint(a, P(None, axis)) for a, axis in ((x, high), (weight, low)))
+        return ej.linear(x, weight)
+
+    split = jax.shard_map(local, mesh=mesh, in_specs=(P(manual), P()), out_specs=P(manual), axis_names={manual})
+    close(jax.jit(gradients(split))(X, W), wanted_alone(ej.linear, [X, W]))
+
+
+class Shifted(ej.Kernel):
+    """Rows and what they share, which also makes a residual that they share."""
+
+    name, rows, out_rows, residual_rows = "test_shifted", (True, "broadcast"), (True,), ("broadcast",)
+
+    def heuristic_cfg(self, inv):
+        return 1
+
+    def run(self, x, shift, *, cfg):
+        return x + jnp.sin(shift)
+
+    def fwd_with_residuals(self, x, shift, *, cfg):
+        return x + jnp.sin(shift), jnp.cos(shift)
+
+    def vjp(self, residuals, out, cotangent, x, shift, *, cfg):
+        return cotangent, (cotangent * residuals).sum(0, keepdims=True)
+
+
+def test_what_rows_share_is_no_sum_over_devices(mesh):
+    operands = [(X[0], ROWS), (SCALE[None], P())]
+    fn = functools.partial(ej.Executor(), Shifted())
+    close(jax.jit(gradients(fn))(*placed(mesh, operands)), wanted_alone(fn, [x for x, _ in operands]))

@@ -248,20 +248,18 @@ def _texts(names: Any, value: Any) -> list[str]:
 def _by_rows(call: Any, operands: Sequence[Any], outputs: Sequence[Any], kinds: Iterable[Any]) -> Arrays | None:
     """Of a kernel that says which arrays have rows: those may be split, and gradients of what they share summed."""
     kinds = tuple(kinds)
-    if None in (*call.kinds, *kinds) or (call.forward is None and False in kinds):
+    if None in (*call.kinds, *kinds):
         return None
     rows = max((x.shape[0] for x, kind in zip(operands, call.kinds) if kind and x.shape), default=1)
 
-    def array(x: Any, kind: Any) -> Array:
-        has_rows = kind is True or (kind == "broadcast" and x.shape[0] == rows)
-        return Array(
-            tuple(x.shape), (("rows",) if has_rows and rows > 1 else (), *[()] * (len(x.shape) - 1))[: len(x.shape)]
-        )
+    def has_rows(x: Any, kind: Any) -> bool:
+        return kind is True or (kind == "broadcast" and x.shape[:1] == (rows,))
 
-    return Arrays(
-        tuple(map(array, operands, call.kinds)),
-        tuple(map(array, outputs, kinds)),
-        {"rows": rows},
-        {},
-        frozenset({"rows"}),
-    )
+    def array(x: Any, kind: Any) -> Array:
+        first = ("rows",) if has_rows(x, kind) and rows > 1 else ()
+        return Array(tuple(x.shape), (first, *[()] * (len(x.shape) - 1))[: len(x.shape)])
+
+    if call.forward is None and not all(map(has_rows, outputs, kinds)):
+        return None  # an output that rows share may be anything of them, not only their sum
+    found, made = (tuple(map(array, *pair)) for pair in ((operands, call.kinds), (outputs, kinds)))
+    return Arrays(found, made, {"rows": rows}, {}, frozenset({"rows"}))

@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..environment import interpreting
 from ..errors import ConfigError, UnsupportedError
@@ -113,7 +114,7 @@ def mapped(body: Callable[..., list[Any]], arrays: Arrays, operands: Sequence[An
     avals = [*map(jax.typeof, operands), *types]
     mesh, explicit = _explicit(avals)
     specs = [_explicit_spec(aval, explicit) for aval in avals]
-    found = plan(arrays, specs, mesh.shape.__getitem__)
+    found = plan(arrays, specs, mesh.shape)
     run = jax.shard_map(
         lambda *parts: tuple(body(found, *parts)), mesh=mesh, in_specs=found.operands, out_specs=found.outputs,
         axis_names=explicit, check_vma=False,
@@ -136,7 +137,7 @@ def explicit_types(op: str, arrays: Arrays, operands: Sequence[Any], outputs: Se
     """
     mesh, explicit = _explicit(operands)
     specs = [_explicit_spec(aval, explicit) for aval in operands] + [((),) * len(aval.shape) for aval in outputs]
-    found = plan(arrays, specs, mesh.shape.__getitem__)
+    found = plan(arrays, specs, mesh.shape)
     _refuse_unused(op, arrays, specs, found, mesh)
     like = max(operands, key=lambda aval: len(aval.manual_axis_type.varying))  # inside a `shard_map` outputs vary, too
     return [
@@ -195,6 +196,9 @@ def partitioned(
 ) -> Callable[..., list[Any]]:
     """A call that XLA shares out when it compiles, to be lowered with `in_context`.
 
+    Its first output is nothing, which all devices have: inside a `shard_map` over other axes XLA numbers the devices
+    as the first output is split, and what they tell each other goes by the order of the mesh.
+
     Args:
         op: the name of the call's kernel.
         whole: the call of whole arrays, whose types are all that is asked of it.
@@ -205,21 +209,21 @@ def partitioned(
     settings = _settings()  # what is traced while XLA compiles may be in another thread, or under others' contexts
 
     def partition(_mesh: Any, operand_types: Sequence[Any], output_types: Sequence[Any]) -> Any:
-        found, mesh, sub = _found(arrays, devices, [*operand_types, *output_types])
+        found, mesh, sub = _found(arrays, devices, [*operand_types, *output_types[1:]])
 
         def lower(*parts: Any) -> tuple[Any, ...]:
             with settings():
                 traced = jax.make_jaxpr(functools.partial(body, found))(*parts)
                 _refuse_callbacks(op, traced.jaxpr)
                 with set_xla_metadata(inlineable="false"):  # else XLA overwrites the labels of the body
-                    return tuple(jax.jit(jaxpr_as_fun(traced))(*parts))
+                    return (jnp.zeros(()), *jax.jit(jaxpr_as_fun(traced))(*parts))
 
-        shardings = [tuple(NamedSharding(sub, spec) for spec in specs) for specs in (found.outputs, found.operands)]
-        return mesh, lower, *shardings
+        split = [tuple(NamedSharding(sub, spec) for spec in specs) for specs in (found.outputs, found.operands)]
+        return mesh, lower, (NamedSharding(sub, PartitionSpec()), *split[0]), split[1]
 
-    call = custom_partitioning(lambda *operands: tuple(whole(*operands)))
+    call = custom_partitioning(lambda *operands: (jnp.zeros(()), *whole(*operands)))
     call.def_partition(partition, sharding_rule=_rule(arrays), decode_shardings=False)
-    return lambda *operands: list(call(*operands))
+    return lambda *operands: list(call(*operands)[1:])
 
 
 def _refuse_callbacks(op: str, jaxpr: Any) -> None:
@@ -244,19 +248,19 @@ def in_context(ctx: mlir.LoweringRuleContext, devices: Devices) -> mlir.Lowering
 def _found(arrays: Arrays, devices: Devices, types: Sequence[Any]) -> tuple[Plan, Mesh, Mesh]:
     """The plan for arrays that XLA has split, the mesh of all devices, and that of those that it shares them out to.
 
-    Both are made of axes of prime sizes; in one that is manual already each device has its part, but sums over other
-    axes still need to know of it.
+    Both are made of axes of prime sizes; in one that is manual already each device has its part, but sums over it and
+    over other axes still need to know of it.
     """
     shared = [size for _, size, is_manual in devices.axes if not is_manual]
     hlo = [_hlo_sharding(t) for t in types]
     sizes, specs = specs_over_primes(hlo, [len(t.shape) for t in types], shared)
     names = [axis_name(i) for i in range(len(sizes))]
-    found = plan(arrays, specs, dict(zip(names, sizes)).__getitem__)
+    found = plan(arrays, specs, dict(zip(names, sizes)))
     left = iter(zip(names, sizes))
     all_axes = [
         axis
         for name, size, is_manual in devices.axes
-        for axis in ([(f"manual_{name}", size)] if is_manual else itertools.islice(left, len(primes(size))))
+        for axis in ([(name, size)] if is_manual else itertools.islice(left, len(primes(size))))
     ]
     return found, _mesh(all_axes), _mesh(list(zip(names, sizes)))
 
@@ -291,7 +295,7 @@ def _rule(arrays: Arrays) -> SdyShardingRule:
     alone = {axis[0] for axis in layouts if len(axis) == 1}
     inside = {factor for axis in layouts if len(axis) > 1 for factor in axis} - alone
     sizes: dict[str, Any] = {_factor(f): arrays.sizes[f] for f in sorted(inside)}
-    return SdyShardingRule(tuple(operands), tuple(outputs), **sizes)
+    return SdyShardingRule(tuple(operands), (ArrayMapping(), *outputs), **sizes)
 
 
 def _factor(name: str) -> str:

@@ -236,7 +236,8 @@ def _among_others(*operands: Any, call: Call, platform: str | None) -> list[Any]
         first = len(operands) - num_cotangents(call)
         pairs = zip(operands[first:], arrays.operands[first:])
         operands = (*operands[:first], *(_psum(x, lacking(array, axes)) for x, array in pairs))
-    found = Plan(axes, (), (), sums, ((),) * len(sums))
+    mesh_axes = tuple(axis for over in axes.values() for axis in over)
+    found = Plan(axes, (), (), sums, ((),) * len(sums), mesh_axes)
     outs = on_shards(tools(platform), call, found, operands)
     if call.forward is None:
         return outs

@@ -30,8 +30,8 @@ def refined(axis_sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def axis_name(index: int) -> str:
-    """The name of an axis of a mesh of prime axes."""
-    return f"part{index}"
+    """The name of an axis of a mesh of prime axes, which no axis of a user's has."""
+    return f"ejkernel_ops part {index}"
 
 
 def specs_over_primes(

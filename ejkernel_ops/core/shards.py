@@ -25,6 +25,7 @@ class Plan:
         outputs: how each output is split.
         sums: for each output the mesh axes over which the devices' outputs are added up.
         scatters: for each output `(axis, mesh axes)`: parts of its sum that each device keeps alone.
+        mesh_axes: all axes of the mesh, in its order.
     """
 
     axes: Mapping[str, tuple[str, ...]]
@@ -32,16 +33,18 @@ class Plan:
     outputs: tuple[PartitionSpec, ...]
     sums: tuple[tuple[str, ...], ...]
     scatters: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
+    mesh_axes: tuple[str, ...]
 
 
-def plan(arrays: Arrays, specs: Sequence[Spec], axis_size: Callable[[str], int]) -> Plan:
+def plan(arrays: Arrays, specs: Sequence[Spec], mesh: Mapping[str, int]) -> Plan:
     """The plan of a call, given how its operands come and how its outputs are wanted.
 
     Args:
         arrays: the call's.
         specs: of each operand, then of each output.
-        axis_size: the size of a mesh axis.
+        mesh: the sizes of the mesh axes, in order.
     """
+    axis_size = mesh.__getitem__
     axes = arrays.assign(specs, axis_size)
     outputs, sums, scatters = [], [], []
     for array, wanted in zip(arrays.outputs, specs[len(arrays.operands) :]):
@@ -56,7 +59,7 @@ def plan(arrays: Arrays, specs: Sequence[Spec], axis_size: Callable[[str], int])
         sums.append(tuple(left))
         scatters.append(tuple(kept))
     operands = tuple(_partition_spec(spec_of(array, axes)) for array in arrays.operands)
-    return Plan(axes, operands, tuple(outputs), tuple(sums), tuple(scatters))
+    return Plan(axes, operands, tuple(outputs), tuple(sums), tuple(scatters), tuple(mesh))
 
 
 def _partition_spec(spec: Spec) -> PartitionSpec:
@@ -80,10 +83,17 @@ class Tools:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The kernel of a call on other arguments: what its `on_shards` gets."""
+    """The kernel of a call on other arguments: what its `on_shards` gets.
+
+    Args:
+        tools: what runs calls.
+        call: the call of the whole arrays.
+        mesh_axes: the axes of the mesh, in order.
+    """
 
     tools: Tools
     call: Call
+    mesh_axes: tuple[str, ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Its output, or of a backward kernel the gradients by the forward's parameters."""
@@ -128,7 +138,7 @@ def on_shards(tools: Tools, call: Call, found: Plan, operands: Sequence[Any]) ->
         operands: the device's parts.
     """
     bound = call.arguments(operands)
-    made = call.kernel.on_shards(Run(tools, call), dict(found.axes), *bound.args, **bound.kwargs)
+    made = call.kernel.on_shards(Run(tools, call, found.mesh_axes), dict(found.axes), *bound.args, **bound.kwargs)
     outs = jax.tree.leaves(made if call.forward is None else [made.get(name) for name in call.forward.names])
     return [_reduced(out, sums, kept) for out, sums, kept in zip(outs, found.sums, found.scatters)]
 

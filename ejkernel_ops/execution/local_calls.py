@@ -39,12 +39,55 @@ def with_local_labels(text: str) -> str:
         return text
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
+        _inline(module)
         passmanager.PassManager.parse(_PASSES).run(module.operation)
         ops: list[Any] = [op.operation for op in module.body]
         meshes = {op.attributes["sym_name"].value: _axes(op) for op in ops if op.name == "sdy.mesh"}
         for op in _operations(module.operation):
             _localise(op, meshes)
         return str(module)
+
+
+def _inline(module: Any) -> None:
+    """Puts the body of each function in the place of its calls, as XLA does: Shardy alone sees none inside a loop."""
+    functions = {
+        op.attributes["sym_name"].value: op.operation for op in module.body if op.operation.name == "func.func"
+    }
+    flat: set[str] = set()
+
+    def flatten(name: str) -> None:
+        for call in [op for op in _operations(functions[name]) if op.name == "func.call"]:
+            callee = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+            if callee not in flat:
+                flatten(callee)
+            _put_in_place(call, functions[callee].clone())
+        flat.add(name)
+
+    for name in functions:
+        if name not in flat:
+            flatten(name)
+    for function in functions.values():
+        if _is_private(function):
+            function.erase()
+
+
+def _is_private(function: Any) -> bool:
+    found = function.attributes
+    return "sym_visibility" in found and ir.StringAttr(found["sym_visibility"]).value == "private"
+
+
+def _put_in_place(call: Any, function: Any) -> None:
+    """Moves the body of a function to where it is called, and takes the call away."""
+    [body] = function.regions[0]
+    for argument, value in zip(body.arguments, call.operands):
+        argument.replace_all_uses_with(value)
+    *ops, last = body.operations
+    for op in ops:
+        op.move_before(call)
+    for result, value in zip(call.results, last.operands):
+        result.replace_all_uses_with(value)
+    call.erase()
+    function.erase()
 
 
 def _operations(operation: Any) -> Iterator[Any]:
@@ -80,8 +123,8 @@ def _localise(op: Any, meshes: dict[str, dict[str, int]]) -> None:
 def _local_calls(shared: SharedCall, op: Any, meshes: dict[str, dict[str, int]]) -> Iterator[Invocation]:
     """The calls that one device makes for a shared one, given how the operands and results of its op are split."""
     parts = _Parts(meshes, _manual_axes(op))
-    specs = [parts.spec(_sharding(value), value.type.rank) for value in (*op.operands, *op.results)]
-    found = plan(shared.arrays, specs, parts.sizes.__getitem__)
+    specs = [parts.spec(_sharding(value), value.type.rank) for value in (*op.operands, *list(op.results)[1:])]
+    found = plan(shared.arrays, specs, parts.sizes)
     split = [spec_of(array, found.axes) for array in shared.arrays.operands]
     local = [jax.ShapeDtypeStruct(_shape(x, spec, parts.sizes), x.dtype) for x, spec in zip(shared.operands, split)]
     calls: list[Invocation] = []
@@ -117,6 +160,10 @@ def _sharding(value: Any) -> Any:
             return None
     else:
         owner, index = value.owner, ir.OpResult(value).result_number
+        if owner.name == "sdy.reshard":
+            return owner.attributes["sharding"]
+        if owner.name == "sdy.manual_computation":
+            return sdy.TensorShardingPerValueAttr(owner.attributes["out_shardings"]).shardings[index]
     if _SHARDING not in owner.attributes:
         return None
     return sdy.TensorShardingPerValueAttr(owner.attributes[_SHARDING]).shardings[index]

@@ -77,7 +77,7 @@ class AttentionBackward(Kernel):
         if split := _shared_head(axes, x["key"]):
             x |= {name: split.part(x[name]) for name in ("key", "value")}
         if "t" in axes:
-            found = ring.backward(gradients, axes["t"], x, statics)
+            found = ring.backward(gradients, ring.Ring(axes["t"], run.mesh_axes), x, statics)
         else:
             found = gradients(*_later_queries(axes, x, statics))
         if split:
@@ -236,7 +236,7 @@ class AttentionForward(Kernel):
             return run(*x.values(), **statics)
 
         if "t" in axes:
-            return ring.forward(attend, axes["t"], x, statics)
+            return ring.forward(attend, ring.Ring(axes["t"], run.mesh_axes), x, statics)
         return attend(*_later_queries(axes, x, statics))
 
     def narrow(self, cfg: AttentionConfig) -> AttentionConfig:

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ...errors import UnsupportedError
 from .config import compute_dtype
@@ -36,9 +37,15 @@ Run = Callable[..., Any]  # the kernel on one device: operands by name, and stat
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The devices that split a length, and this one among them."""
+    """The devices that split a length, and this one among them.
+
+    Args:
+        axes: the mesh axes that split it, the slowest first.
+        mesh_axes: all of the mesh, in its order, in which JAX counts those who send and receive.
+    """
 
     axes: tuple[str, ...]
+    mesh_axes: tuple[str, ...]
 
     @property
     def count(self) -> int:
@@ -52,8 +59,15 @@ class Ring:
 
     def passed_on(self, tree: Any) -> Any:
         """What the device before this one has."""
-        pairs = [(i, (i + 1) % self.count) for i in range(self.count)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
+        return self.sent(tree, [(i, (i + 1) % self.count) for i in range(self.count)])
+
+    def sent(self, tree: Any, pairs: list[tuple[int, int]]) -> Any:
+        """What the device has that sends to this one, of pairs `(sender, receiver)`."""
+        ordered = sorted(self.axes, key=self.mesh_axes.index)
+        numbers = np.arange(self.count).reshape([jax.lax.axis_size(axis) for axis in self.axes])
+        places = np.argsort(numbers.transpose([self.axes.index(axis) for axis in ordered]), axis=None)
+        moves = [(int(places[a]), int(places[b])) for a, b in pairs]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, tuple(ordered), moves), tree)
 
 
 # The order of chunks
@@ -75,7 +89,7 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def to_both_ends(x: jax.Array, ring: Ring) -> jax.Array:
     """Of an array `(batch, length, ...)` the chunks `i` and `2 n - 1 - i` for device `i` of `n`, one after another."""
     first, second = _places(ring.count)
-    even, odd = (jax.lax.ppermute(half, ring.axes, p) for half, p in zip(_halves(x), (first, second)))
+    even, odd = (ring.sent(half, p) for half, p in zip(_halves(x), (first, second)))
     is_even = ring.index % 2 == 0
     return jnp.concatenate([jnp.where(is_even, even, odd), jnp.where(is_even, odd, even)], 1)
 
@@ -86,7 +100,7 @@ def from_both_ends(x: jax.Array, ring: Ring) -> jax.Array:
     is_even = ring.index % 2 == 0
     first, second = ([(b, a) for a, b in pairs] for pairs in _places(ring.count))
     even, odd = jnp.where(is_even, low, high), jnp.where(is_even, high, low)
-    return jnp.concatenate([jax.lax.ppermute(even, ring.axes, first), jax.lax.ppermute(odd, ring.axes, second)], 1)
+    return jnp.concatenate([ring.sent(even, first), ring.sent(odd, second)], 1)
 
 
 # Parts of keys
@@ -182,16 +196,16 @@ class Joined:
 jax.tree_util.register_dataclass(Joined, ["out", "lse"], [])
 
 
-def forward(run: Run, axes: tuple[str, ...], x: dict[str, Any], statics: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+def forward(run: Run, ring: Ring, x: dict[str, Any], statics: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp of this device's queries over the keys of all.
 
     Args:
         run: attention on one device, from operands by name and statics to output and log-sum-exp.
-        axes: the mesh axes that split the length.
+        ring: the devices that split the length.
         x: this device's parts of the operands, by name.
         statics: the static arguments.
     """
-    ring, sinks = Ring(axes), x["sinks"]
+    sinks = x["sinks"]
     x = x | {"sinks": None}  # they count once, in the end
     given = x["query"]
     if balanced := shares_work(x, statics):
@@ -289,16 +303,16 @@ def _of_last_queries(
 # Backward
 
 
-def backward(run: Run, axes: tuple[str, ...], x: dict[str, Any], statics: dict[str, Any]) -> dict[str, jax.Array]:
+def backward(run: Run, ring: Ring, x: dict[str, Any], statics: dict[str, Any]) -> dict[str, jax.Array]:
     """Gradients of this device's parts of the operands, by name; those that are wanted.
 
     Args:
         run: the gradients of attention on one device, from operands by name and statics to gradients by name.
-        axes: the mesh axes that split the length.
+        ring: the devices that split the length.
         x: this device's parts of the operands, output, log-sum-exp and cotangents, by name.
         statics: the static arguments.
     """
-    ring, given, balanced = Ring(axes), x, shares_work(x, statics)
+    given, balanced = x, shares_work(x, statics)
     moved = (*_OF_QUERIES, *_OF_KEYS)
     if balanced:
         x = {n: to_both_ends(a, ring) if n in moved and a is not None else a for n, a in x.items()}
@@ -401,5 +415,5 @@ def _around_and_home(
     (staying, _, kv_grads), _ = jax.lax.scan(step, start, jnp.arange(1, steps))
     if away := steps % ring.count:
         home = [(i, (i - away) % ring.count) for i in range(ring.count)]
-        kv_grads = jax.tree.map(lambda g: jax.lax.ppermute(g, ring.axes, home), kv_grads)
+        kv_grads = ring.sent(kv_grads, home)
     return staying | kv_grads

@@ -229,8 +229,8 @@ def _dims(*, loss: Loss, reduce: bool, **arguments: Any) -> Dims:
 
 
 def _over_vocab_of(axes: dict[str, tuple[str, ...]], loss: Loss) -> Loss:
-    """The loss where these axes split the vocabulary."""
-    return dataclasses.replace(loss, vocab_axes=axes.get("v", ()))
+    """The loss where these axes split the vocabulary, or the part of it that others left to this device."""
+    return dataclasses.replace(loss, vocab_axes=(*loss.vocab_axes, *axes.get("v", ())))
 
 
 class OneDevice(Kernel):
