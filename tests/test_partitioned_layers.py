@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -188,10 +189,10 @@ def nnx_layers(linear, attention, embed, norm):
     def named(*names):
         return nnx.with_partitioning(nnx.initializers.ones, names)
 
-    rngs = nnx.Rngs(0)
+    rngs, ruled = nnx.Rngs(0), {"out_sharding": ("embed", "mlp"), "sharding_rules": (("mlp", "model"),)}
     return nnx.List([
         linear(4, 8, kernel_init=named("embed", "mlp"), rngs=rngs),
-        linear(4, 8, kernel_metadata={"out_sharding": ("embed", "mlp"), "sharding_rules": (("mlp", "model"),)}, rngs=rngs),
+        linear(4, 8, kernel_metadata=ruled, rngs=rngs),
         attention(2, 8, decode=False, rngs=rngs, kernel_metadata={"out_sharding": ("data", "model", None), "note": 1}),
         embed(5, 4, embedding_init=named("vocab", None), rngs=rngs),
         norm(4, scale_init=named("embed"), rngs=rngs),
@@ -203,10 +204,53 @@ STOCK_NNX = (nnx.Linear, nnx.MultiHeadAttention, nnx.Embed, nnx.RMSNorm)
 
 def test_swapped_and_own_nnx_layers_keep_the_metadata_of_stock_ones():
     ours = ejlayers.nnx
-    wanted = described(nnx_layers(*STOCK_NNX))
-    assert wanted[(1, "kernel")] == (P(None, "model"), wanted[(1, "kernel")][1])
-    assert described(ejlayers.swap(nnx_layers(*STOCK_NNX))) == wanted
-    assert described(nnx_layers(ours.Linear, ours.MultiHeadAttention, ours.Embed, ours.RMSNorm)) == wanted
+    with nnx.use_eager_sharding(False):  # names alone: there is no mesh
+        wanted = described(nnx_layers(*STOCK_NNX))
+        assert wanted[(0, "kernel")][0] == P("embed", "mlp")
+        assert wanted[(1, "kernel")][0] == P("embed", "model")
+        assert wanted[(2, "query", "kernel")][1]["note"] == 1
+        assert described(ejlayers.swap(nnx_layers(*STOCK_NNX))) == wanted
+        assert described(nnx_layers(ours.Linear, ours.MultiHeadAttention, ours.Embed, ours.RMSNorm)) == wanted
+
+
+def columns_and_rows(partitioned, module, **more):
+    """Layers that other frameworks lack, their first kernels split by columns and their last ones by rows."""
+
+    def init(*names):
+        return partitioned(jax.nn.initializers.lecun_normal(), names)
+
+    first, wide = init("data", "model"), {} if module is ejlayers.linen else {"in_features": WIDTH}
+    heads, out = init("data", "model", None), init("model", None, "data")
+    return [
+        module.Attention(num_heads=4, kernel_init=heads, out_kernel_init=out, **wide, **more),
+        module.GatedMLP(hidden_features=8, kernel_init=first, down_kernel_init=init("model", "data"), **wide, **more),
+        module.LMHead(features=WIDTH, vocab_size=24, kernel_init=first, **more),
+    ]
+
+
+OWN = {  # the spec of each of their kernels
+    ("query", "kernel"): P("data", "model", None), ("key", "kernel"): P("data", "model", None),
+    ("value", "kernel"): P("data", "model", None), ("out", "kernel"): P("model", None, "data"),
+    ("gate", "kernel"): P("data", "model"), ("up", "kernel"): P("data", "model"),
+    ("down", "kernel"): P("model", "data"), ("kernel",): P("data", "model"),
+}  # fmt: skip
+
+
+def test_own_nnx_layers_say_how_each_kernel_is_split():
+    with jax.set_mesh(MESHES["auto"]):
+        layers = columns_and_rows(nnx.with_partitioning, ejlayers.nnx, rngs=nnx.Rngs(0))
+    found = {path: value for layer in layers for path, value in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
+    assert {path: nnx.get_partition_spec(value).get_value() for path, value in found.items()} == OWN
+    assert {path: value[...].sharding.spec for path, value in found.items()} == OWN
+
+
+def test_own_linen_layers_say_how_each_kernel_is_split():
+    found = {}
+    with jax.set_mesh(MESHES["auto"]):
+        for layer in columns_and_rows(nn.with_partitioning, ejlayers.linen):
+            params = nn.get_partition_spec(layer.init(jax.random.key(0), X))["params"]
+            found |= flatten_dict(params)
+    assert found == OWN
 
 
 @pytest.mark.parametrize("boxed", [nn.with_partitioning, nn.with_logical_partitioning])
@@ -250,7 +294,8 @@ LAYERS = {  # a stock layer, the method that is called, the shape of its input, 
         lambda rngs: nnx.LinearGeneral((2, 8), 16, axis=(-2, -1), rngs=rngs), "__call__", (4, 2, 8), P(None, "data"),
     ),
     "Einsum": (
-        lambda rngs: nnx.Einsum("nta,ab->ntb", (16, 8), (8,), rngs=rngs), "__call__", (4, 3, 16), P(None, None, "model"),
+        lambda rngs: nnx.Einsum("nta,ab->ntb", (16, 8), (8,), rngs=rngs), "__call__", (4, 3, 16),
+        P(None, None, "model"),
     ),
     "Embed": (lambda rngs: nnx.Embed(24, 16, rngs=rngs), "attend", (4, 16), P("data")),
 }  # fmt: skip
@@ -266,7 +311,8 @@ def test_a_kernel_gives_its_result_the_out_sharding_of_the_call(layer):
         x = jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, split))
         run = nnx.jit(lambda model, x: getattr(model, method)(x, out_sharding=spec))
         wanted, found = run(stock, x), run(swapped, x)
-        assert ejlayers.explain(run, swapped, x).rows
+        backends = [row.backend for row in ejlayers.explain(run, swapped, x).rows]
+    assert backends == (["stock"] if "split axes" in layer else ["xla"])
     assert found.sharding == wanted.sharding
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
 
