@@ -81,8 +81,9 @@ def resharded(x: jax.Array, sharding: Any) -> jax.Array:
         ValueError: axes that are not Explicit, as from the stock layers; there XLA decides.
 
     Example:
-        >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
-        ...     jax.typeof(resharded(jnp.ones((2, 3)), jax.P("data"))).sharding.spec
-        PartitionSpec('data', None)
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+        >>> with jax.set_mesh(mesh):
+        ...     jax.typeof(resharded(jnp.ones((2, 3)), jax.P("data")))
+        ShapedArray(float32[2@data,3])
     """
     return x if sharding is None else jax.sharding.reshard(x, sharding)

@@ -48,9 +48,9 @@ class Attention(Pinned, nn.Module):
         param_dtype: type of the parameters.
         precision: as in `jax.lax.Precision`.
         kernel_init: initializer of the kernels.
-        out_kernel_init: initializer of the kernel of `out`; default `kernel_init`.
         bias_init: initializer of the biases.
         decode: whether calls are about the next tokens after those in the cache.
+        out_kernel_init: initializer of the kernel of `out`; default `kernel_init`.
         config: back end and tile sizes of the attention; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
 

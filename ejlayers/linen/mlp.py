@@ -33,8 +33,8 @@ class GatedMLP(Pinned, nn.Module):
         param_dtype: type of the parameters.
         precision: as in `jax.lax.Precision`.
         kernel_init: initializer of the kernels.
-        down_kernel_init: initializer of the kernel of `down`; default `kernel_init`.
         bias_init: initializer of the biases.
+        down_kernel_init: initializer of the kernel of `down`; default `kernel_init`.
         config: back end and tile sizes of the gated product; `down` has a config of its own.
         backend: back end, or `None` for the best one.
 

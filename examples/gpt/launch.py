@@ -79,27 +79,40 @@ def is_first() -> bool:
 
 
 def in_first(what: str, work: Callable[[], T]) -> T:
-    """Does some work in the first process alone; where that fails, all stop. What it gives is JSON data."""
+    """Does some work in the first process alone, which gives JSON data.
+
+    Raises:
+        Refused: it failed there; the text has its error.
+    """
     import jax
 
+    from ejkernel_ops import EjkernelError
     from ejkernel_ops.execution import hosts
 
-    return work() if jax.process_count() == 1 else hosts.from_first(what, work)
+    if jax.process_count() == 1:
+        return work()
+    try:
+        return hosts.from_first(what, work)
+    except EjkernelError as error:
+        raise Refused(str(error)) from None
 
 
 def agreed(what: str, work: Callable[[], T], tell: Callable[[T], str]) -> T:
     """Does some work in each process; where it fails in one, or what they tell of it differs, all stop.
 
     Raises:
-        ConfigError: it differs; the text has what each process told.
-        TuningError: another process failed; the text has its error.
+        Refused: the text has the error of the other process, or what each told.
     """
     import jax
 
+    from ejkernel_ops import EjkernelError
     from ejkernel_ops.execution import hosts
 
     if jax.process_count() == 1:
         return work()
-    value, texts = hosts.together(what, work, tell)
-    hosts.require_same(what, texts, "start all processes with the same flags, over the same files")
+    try:
+        value, texts = hosts.together(what, work, tell)
+        hosts.require_same(what, texts, "start all processes with the same flags, over the same files")
+    except EjkernelError as error:
+        raise Refused(str(error)) from None
     return value
