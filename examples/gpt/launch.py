@@ -10,6 +10,8 @@ from typing import TypeVar
 T = TypeVar("T")
 AXES = ("data", "fsdp", "context", "model")  # neighbours in the last one are nearest to each other
 
+SILENT_S = 30  # a process that is not heard of for so long is dead, and the others stop too
+
 
 class Refused(Exception):
     """Something the user asked for that cannot be done: one line and exit status 2."""
@@ -65,7 +67,9 @@ class Launch:
         from .progress import console
 
         try:
-            jax.distributed.initialize(self.coordinator, self.processes, self.process)
+            jax.distributed.initialize(
+                self.coordinator, self.processes, self.process, heartbeat_timeout_seconds=SILENT_S
+            )
         except (ValueError, RuntimeError) as error:
             raise Refused(f"--distributed: {error}") from None
         console.quiet = not is_first()
