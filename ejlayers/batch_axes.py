@@ -1,8 +1,9 @@
-"""Several batch axes as one, and back, on any mesh."""
+"""Arrays on a mesh: several batch axes as one, and back; results that are spread as a call asks."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,3 +65,25 @@ def split(x: jax.Array, sizes: tuple[int, ...], order: tuple[int, ...]) -> jax.A
     """
     apart = x.reshape(*(sizes[axis] for axis in order), *x.shape[1:])
     return jnp.moveaxis(apart, range(len(order)), order)
+
+
+def resharded(x: jax.Array, sharding: Any) -> jax.Array:
+    """An array that is spread over a mesh with Explicit axes as a call says, with `out_sharding` of the stock layers.
+
+    Args:
+        x: the array.
+        sharding: a `PartitionSpec`, a `NamedSharding`, or `None` for however it comes.
+
+    Returns:
+        The array.
+
+    Raises:
+        ValueError: axes that are not Explicit, as from the stock layers; there XLA decides.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+        >>> with jax.set_mesh(mesh):
+        ...     jax.typeof(resharded(jnp.ones((2, 3)), jax.P("data")))
+        ShapedArray(float32[2@data,3])
+    """
+    return x if sharding is None else jax.sharding.reshard(x, sharding)

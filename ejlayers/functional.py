@@ -28,7 +28,7 @@ from ejkernel_ops.kernels import LINEAR
 from ejkernel_ops.kernels.activations import ACTIVATIONS, check_activation
 from ejkernel_ops.kernels.config import as_array
 
-from .batch_axes import joined, joining_order, split
+from .batch_axes import joined, joining_order, resharded, split
 from .fallback import run_stock
 
 CONFIGS = (AttentionConfig, LinearConfig, GatedLinearConfig, NormConfig, RotaryConfig, LinearCrossEntropyConfig)
@@ -155,7 +155,9 @@ def _one_batch_axis(name: str, x: jax.Array, batch: tuple[int, ...], order: tupl
     return joined(jnp.broadcast_to(x, (*batch, *x.shape[-3:])), order)
 
 
-def linear_over_axes(x: jax.Array, kernel: jax.Array, bias: Any, axes: Sequence[int], **options: Any) -> jax.Array:
+def linear_over_axes(
+    x: jax.Array, kernel: jax.Array, bias: Any, axes: Sequence[int], *, out_sharding: Any = None, **options: Any
+) -> jax.Array:
     """`linear` over several axes of an array at once.
 
     Where a mesh with Explicit axes spreads an array along another than the first of the axes that become one, JAX's
@@ -166,6 +168,7 @@ def linear_over_axes(x: jax.Array, kernel: jax.Array, bias: Any, axes: Sequence[
         kernel: `(in..., out...)`, the first axes in the order of `axes`.
         bias: `(out...)`, or of as many numbers, or `None`.
         axes: axes of `x`; what is left of it comes first in the result.
+        out_sharding: how the result is to be spread over a mesh with Explicit axes; default however it comes.
         **options: those of `linear`.
 
     Returns:
@@ -187,11 +190,13 @@ def linear_over_axes(x: jax.Array, kernel: jax.Array, bias: Any, axes: Sequence[
     if not (_joinable(x, len(lead), x.ndim) and _joinable(kernel, 0, count) and _joinable(kernel, count, kernel.ndim)):
         taken = {n: options[n] for n in ("precision", "preferred_element_type") if n in options}
         reason = "a mesh with Explicit axes spreads an axis that is not the first of those that become one"
-        out = run_stock(LINEAR, current().path, reason, jnp.tensordot, x, kernel, count, **taken)
+        out = run_stock(
+            LINEAR, current().path, reason, jnp.tensordot, x, kernel, count, out_sharding=out_sharding, **taken
+        )
         return out if bias is None else out + bias.reshape(outs)
     bias = None if bias is None else bias.reshape(math.prod(outs))
     flat = linear(x.reshape(*lead, math.prod(ins)), kernel.reshape(math.prod(ins), math.prod(outs)), bias, **options)
-    return flat.reshape(*lead, *outs)
+    return resharded(flat.reshape(*lead, *outs), out_sharding)
 
 
 def _joinable(x: jax.Array, first: int, last: int) -> bool:

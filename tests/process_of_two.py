@@ -4,6 +4,7 @@ import concurrent.futures
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -183,6 +184,42 @@ def whole_step():
     with result:
         step(weight, spread())
     return [result.digest, result.step_ms, list(result.notes)]
+
+
+def sharded_training(features=8):
+    """A train step, a weight split by columns, and rows split over the other axis of a mesh of both processes."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def ones(shape, *spec):
+        sharding = jax.NamedSharding(mesh, jax.P(*spec))
+        return jax.make_array_from_callback(shape, sharding, lambda at: np.ones(shape, np.float32)[at])
+
+    step = jax.jit(jax.value_and_grad(lambda w, x: ek.linear(x, w).sum()))
+    return mesh, step, (ones((features, 8), None, "model"), ones((8, features), "data"))
+
+
+def sharded_step():
+    mesh, step, arrays = sharded_training()
+    with jax.set_mesh(mesh):
+        plain = step.lower(*arrays)
+        result = ejlayers.tune(step, *arrays, selector=selector(ek.Autotuner(num_iters=1)), sync=True)
+        with result:
+            tuned = step.lower(*arrays)
+            loss, grad = step(*arrays)
+    # JAX names whom XLA asks how to share a call out by an address, which its own cache leaves out as well.
+    texts = [re.sub(r'backend_config = "\d+"', "", lowered.as_text()) for lowered in (plain, tuned)]
+    programs = [hashlib.sha256(text.encode()).hexdigest()[:8] for text in (*texts, tuned.compile().as_text())]
+    shapes = sorted(entry.shapes for entry in result.entries)
+    return {"programs": programs, "digest": result.digest, "shapes": shapes, "loss": float(loss),
+            "grad": float(grad.addressable_shards[0].data.max())}  # fmt: skip
+
+
+def sharded_steps_that_differ():
+    mesh, step, arrays = sharded_training(8 + 8 * RANK)
+    tuner = Noisy()
+    with jax.set_mesh(mesh):
+        error = raised(lambda: ejlayers.tune(step, *arrays, selector=selector(tuner), sync=True))
+    return [*error, tuner.tuned]
 
 
 def whole_step_alone():

@@ -1,60 +1,38 @@
 """Two processes of `jax.distributed` on one machine: they run one program, or all stop before a collective."""
 
-import contextlib
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from .two_processes import run_two
 
 TESTS = Path(__file__).parent
 SCENARIOS = (
     "synced", "alone", "same", "different", "nested_in_another_order", "one_tunes_and_one_enters", "first_fails",
     "second_has_no_program", "other_programs", "calls_ask_nobody", "own_tuning_changes_no_call", "disk_of_the_first",
     "whole_step", "whole_step_alone", "entered_while_another_thread_waits", "entered_by_two_threads_at_once",
-    "interrupted", "interrupted_at_work", "late",
+    "interrupted", "interrupted_at_work", "sharded_step", "sharded_steps_that_differ", "late",
 )  # fmt: skip
 
 
-def run_two(folder, *scenarios, limit=100.0):
+def run_scenarios(folder, *scenarios, limit=100.0):
     """The exit status of two processes, what each printed, by scenario, and its errors; none may take longer."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), *filter(None, sys.path)]),
-        "JAX_PLATFORMS": "cpu", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
-    }  # fmt: skip
-    files = [[folder / f"{name}{rank}" for name in ("out", "err")] for rank in (0, 1)]
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for rank, (out, err) in enumerate(files):
-            command = [sys.executable, TESTS / "process_of_two.py", folder, port, str(rank), *scenarios]
-            streams = [stack.enter_context(path.open("w")) for path in (out, err)]
-            processes.append(subprocess.Popen(command, stdout=streams[0], stderr=streams[1], env=env))
-            stack.callback(processes[-1].wait)
-            stack.callback(processes[-1].kill)
-        deadline, hung = time.monotonic() + limit, []
-        for rank, process in enumerate(processes):
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                hung.append(rank)
-    lines = [[line for line in out.read_text().splitlines() if line.startswith('["')] for out, _ in files]
-    found, errors = [dict(map(json.loads, each)) for each in lines], [err.read_text() for _, err in files]
+
+    def command(rank, port):
+        return [TESTS / "process_of_two.py", folder, port, rank, *scenarios]
+
+    codes, outputs, errors, hung = run_two(folder, command, limit)
+    lines = [[line for line in out.splitlines() if line.startswith('["')] for out in outputs]
+    found = [dict(map(json.loads, each)) for each in lines]
     assert not hung, f"processes {hung} were killed after {limit} s; they had printed {found}; errors: {errors}"
-    return [process.returncode for process in processes], found, errors
+    return codes, found, errors
 
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    codes, found, errors = run_two(tmp_path_factory.mktemp("two"), *SCENARIOS)
+    codes, found, errors = run_scenarios(tmp_path_factory.mktemp("two"), *SCENARIOS)
     assert [set(SCENARIOS) - set(one) for one in found] == [set(), set()], errors
     assert codes == [0, 0], errors
     return {name: [one[name] for one in found] for name in SCENARIOS}
@@ -91,6 +69,7 @@ STOPS = {  # what is planted -> the error of each process
         "TuningError", "LabelError", "reading the program failed in process 1: LabelError: the program is compiled",
     ),
     "other_programs": ("ConfigError", "ConfigError", r"1 kernels, digest \w+, but in process 1: .*, 2 kernels, digest"),
+    "sharded_steps_that_differ": ("ConfigError", "ConfigError", r"kernels, digest \w+, but in process 1: "),
 }  # fmt: skip
 
 
@@ -103,7 +82,11 @@ def test_a_planted_difference_or_failure_stops_all_and_before_any_collective(sai
         if kinds[0] == kinds[1] or kind == "TuningError":  # the one that failed raises its own error
             assert re.search(message, text), text
     assert [after for _, _, after, *_ in outcomes] == [64.0, 64.0]  # a collective of both still gives its sum
-    assert [tuned for *_, tuned in outcomes if name in ("second_has_no_program", "other_programs")] in ([], [0, 0])
+    assert [
+        tuned
+        for *_, tuned in outcomes
+        if name in ("second_has_no_program", "other_programs", "sharded_steps_that_differ")
+    ] in ([], [0, 0])
 
 
 def test_a_call_tunes_nothing_and_asks_no_disk(said):
@@ -122,6 +105,14 @@ def test_the_whole_step_is_timed_in_step_and_decided_alike(said):
     first, second = said["whole_step"]
     assert first == second
     assert first[1] is not None, first
+
+
+def test_a_step_over_a_mesh_of_both_is_tuned_alike_and_is_one_program(said):
+    """Tuned for what one device runs; the programs are compared as text, before and with the result."""
+    first, second = said["sharded_step"]
+    assert first == second
+    assert first["shapes"] == ["float32[2,8] float32[8,4]", "float32[2,8] float32[8,4] ..."]
+    assert (first["loss"], first["grad"]) == (8.0**3, 8.0)  # ones all over
 
 
 def test_without_sync_the_whole_step_is_left_out_and_a_note_says_so(said):
@@ -155,10 +146,10 @@ def test_an_interrupt_is_heard_while_another_process_works_and_is_told_to_it(sai
 
 def test_a_process_that_hangs_fails_whatever_its_test_expects(tmp_path):
     with pytest.raises(AssertionError, match=r"processes \[0, 1\] were killed after 0.2 s; they had printed"):
-        run_two(tmp_path, "same", limit=0.2)
+        run_scenarios(tmp_path, "same", limit=0.2)
 
 
 def test_a_process_that_dies_while_it_tunes_leaves_no_other_waiting(tmp_path):
-    codes, found, errors = run_two(tmp_path, "first_dies", limit=60.0)
+    codes, found, errors = run_scenarios(tmp_path, "first_dies", limit=60.0)
     assert codes[0] == 3, errors
     assert codes[1] != 0 or found[1]["first_dies"][0] == "ConfigError", errors

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ejkernel_ops as ek
+from ejkernel_ops.execution.bench import Bench
 from ejkernel_ops.execution.check import Reference, program
 from ejkernel_ops.kernels import LINEAR
 from ejkernel_ops.registry import find_call
@@ -398,3 +399,19 @@ def test_tune_on_call_tunes_eager_calls_only():
     assert len(chain.cache) == 1
     executor.choose_config(LINEAR, jnp.ones((5, 8)), W)
     assert len(chain.cache) == 2
+
+
+def test_inside_a_mesh_a_call_is_tuned_on_one_device(monkeypatch):
+    devices = []
+
+    class Seen(Bench):
+        def check(self, configs, warmup=1):
+            devices.extend(len(x.sharding.device_set) for x in self._sets[0])
+            return super().check(configs, warmup)
+
+    monkeypatch.setattr("ejkernel_ops.execution.tuning.Bench", Seen)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert len(jnp.ones(3).sharding.device_set) == jax.device_count()
+        ek.autotune(LINEAR, jax.ShapeDtypeStruct((8, 3), jnp.float32), jnp.ones((3, 4)), num_iters=1)
+    assert devices == [1, 1]

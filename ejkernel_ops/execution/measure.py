@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
+from jax.sharding import AxisType, Mesh
 
 _SAMPLE_S = 1e-3  # a sample lasts at least this long, so that the clock and the dispatch do not count
 BUSY = 0.2  # a spread above this says that something else runs
@@ -48,6 +51,16 @@ def benchmark(fn: Callable, *args: Any, num_iters: int = 10, num_warmup: int = 3
 def inside_trace() -> bool:
     """Whether a program is being traced, so that nothing that is called now runs now."""
     return isinstance(jnp.zeros(()), Tracer)
+
+
+def on_one_device() -> contextlib.AbstractContextManager:
+    """Context in which arrays are on one device of this process, whatever mesh is set.
+
+    Under `jax.set_mesh` they would be on all devices of the mesh, of other processes too, and so would what is timed.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(Mesh(np.array(jax.local_devices()[:1]), ("alone",), axis_types=(AxisType.Auto,)))
 
 
 def spread(samples: Sequence[float]) -> float:

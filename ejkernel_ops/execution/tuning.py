@@ -20,7 +20,7 @@ from ..errors import ConfigError, DeviceLostError, TuningError
 from ..utils.fingerprint import is_array
 from .bench import Bench
 from .failures import first_line
-from .measure import BUSY, benchmark, inside_trace, interleaved, spread
+from .measure import BUSY, benchmark, inside_trace, interleaved, on_one_device, spread
 from .result import AutotuningResult, Entry
 from .search import ordered, race
 from .trial import Trial, Tuned
@@ -102,6 +102,10 @@ class Autotuner:
         """
         if inside_trace():
             raise TuningError(f"tuning {inv!r} inside a trace would time nothing; tune outside jit, grad and vmap")
+        with on_one_device() if inputs is None else contextlib.nullcontext():
+            return self._tuned(inv, candidates, on_event, inputs, hints)
+
+    def _tuned(self, inv: Invocation, candidates: Any, on_event: Any, inputs: Any, hints: Iterable[Any]) -> Tuned:
         deadline = None if self.budget_s is None else time.monotonic() + self.budget_s
         default, configs = _configs(inv, candidates, hints)
         bench = self._bench(inv, inputs)

@@ -50,6 +50,7 @@ class Attention(Pinned, nn.Module):
         kernel_init: initializer of the kernels.
         bias_init: initializer of the biases.
         decode: whether calls are about the next tokens after those in the cache.
+        out_kernel_init: initializer of the kernel of `out`; default `kernel_init`.
         config: back end and tile sizes of the attention; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
 
@@ -88,6 +89,7 @@ class Attention(Pinned, nn.Module):
     kernel_init: Any = default_kernel_init
     bias_init: Any = initializers.zeros_init()
     decode: bool = False
+    out_kernel_init: Any = dataclasses.field(default=None, kw_only=True)
     config: AttentionConfig | None = dataclasses.field(default=None, kw_only=True)
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
@@ -148,6 +150,7 @@ class Attention(Pinned, nn.Module):
         )  # fmt: skip
         for variable, new in zip(cache or (), after or ()):
             variable.value = new
+        options |= {} if self.out_kernel_init is None else {"kernel_init": self.out_kernel_init}
         return DenseGeneral(out_features, axis=(-2, -1), name="out", **options)(out)
 
     def _cache(self, key: Any, value: Any) -> tuple[Any, Any, Any] | None:

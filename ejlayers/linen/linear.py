@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import meta
 from jaxtyping import Array, Float
 
 from ejkernel_ops import LinearConfig, linear
@@ -173,8 +173,6 @@ def _flat(initializer: Any, rows: int | None = None) -> Any:
     def init(rng, shape, dtype):
         count = math.prod(shape)
         made = initializer(rng, (count,) if rows is None else (rows, count // rows), dtype)
-        if isinstance(made, meta.AxisMetadata):
-            return meta.replace_boxed(made, made.unbox().reshape(shape))
-        return made.reshape(shape)
+        return jax.tree.map(lambda x: x.reshape(shape), made)  # a box of metadata is a pytree, and stays as it is
 
     return init

@@ -34,6 +34,7 @@ class GatedMLP(Pinned, nn.Module):
         precision: as in `jax.lax.Precision`.
         kernel_init: initializer of the kernels.
         bias_init: initializer of the biases.
+        down_kernel_init: initializer of the kernel of `down`; default `kernel_init`.
         config: back end and tile sizes of the gated product; `down` has a config of its own.
         backend: back end, or `None` for the best one.
 
@@ -59,6 +60,7 @@ class GatedMLP(Pinned, nn.Module):
     precision: Any = None
     kernel_init: Any = default_kernel_init
     bias_init: Any = initializers.zeros_init()
+    down_kernel_init: Any = dataclasses.field(default=None, kw_only=True)
     config: GatedLinearConfig | None = dataclasses.field(default=None, kw_only=True)
     backend: str | None = dataclasses.field(default=None, kw_only=True)
 
@@ -79,6 +81,7 @@ class GatedMLP(Pinned, nn.Module):
         up, up_bias = _DenseParams(self.hidden_features, name="up", **made)(jnp.shape(x)[-1])
         operands = dtypes.promote_dtype(x, gate, up, gate_bias, up_bias, dtype=self.dtype)
         hidden = gated_product(self, *operands)
+        made |= {} if self.down_kernel_init is None else {"kernel_init": self.down_kernel_init}
         return Dense(out_features, dtype=self.dtype, precision=self.precision, name="down", **made)(hidden)
 
 

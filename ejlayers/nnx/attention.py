@@ -46,6 +46,7 @@ class Attention(nnx.Module, Pinned):
         param_dtype: type of the parameters.
         precision: as in `jax.lax.Precision`.
         kernel_init: initializer of the kernels; default that of `nnx.LinearGeneral`.
+        out_kernel_init: initializer of the kernel of `out`; default `kernel_init`.
         bias_init: initializer of the biases.
         config: back end and tile sizes of the attention; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
@@ -90,6 +91,7 @@ class Attention(nnx.Module, Pinned):
         param_dtype: Any = jnp.float32,
         precision: Any = None,
         kernel_init: Any = None,
+        out_kernel_init: Any = None,
         bias_init: Any = None,
         config: AttentionConfig | None = None,
         backend: str | None = None,
@@ -111,6 +113,7 @@ class Attention(nnx.Module, Pinned):
         self.query = LinearGeneral(in_features, (num_heads, head_dim), **options)
         self.key = LinearGeneral(in_features, (num_kv_heads, head_dim), **options)
         self.value = LinearGeneral(in_features, (num_kv_heads, head_dim), **options)
+        options |= {} if out_kernel_init is None else {"kernel_init": out_kernel_init}
         self.out = LinearGeneral((num_heads, head_dim), out_features, axis=(-2, -1), **options)
         norm = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.query_norm = RMSNorm(head_dim, **norm) if qk_norm else None

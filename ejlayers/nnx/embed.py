@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from ejkernel_ops import LinearConfig, linear
 from ejkernel_ops.kernels import LINEAR
 
+from ..batch_axes import resharded
 from ..functional import at_path
 from .pinned import Pinned, custom_types, no_type_of_call
 
@@ -41,12 +42,12 @@ class Embed(nnx.Embed, Pinned):
         self, query: Float[Array, "*batch features"], out_sharding: Any = None
     ) -> Float[Array, "*batch num_embeddings"]:
         """Logits `(..., num_embeddings)` of `(..., features)`; the embedding is not copied into another layout."""
-        reason = "out_sharding" if out_sharding is not None else self.why_not(self)
-        if reason := reason or no_type_of_call(self, query, self.embedding[...]):
+        if reason := self.why_not(self) or no_type_of_call(self, query, self.embedding[...]):
             return self._stock(reason, super().attend, query, out_sharding=out_sharding)
         query, embedding = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
         with at_path(self.kernel_path):
-            return linear(query, embedding, weight_layout="oi", config=self.config, backend=self.backend)
+            out = linear(query, embedding, weight_layout="oi", config=self.config, backend=self.backend)
+        return resharded(out, out_sharding)
 
     @classmethod
     def why_not(cls, module: nnx.Embed) -> str | None:

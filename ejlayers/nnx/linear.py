@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from ejkernel_ops import LinearConfig, linear
 from ejkernel_ops.kernels import LINEAR
 
+from ..batch_axes import resharded
 from ..fallback import no_dense
 from ..functional import at_path, einsum_as_linear, linear_over_axes, with_bias
 from .pinned import Pinned, custom_types, no_type_of_call
@@ -34,18 +35,16 @@ class _LinearMap(Pinned):
                 precision=self.precision, config=self.config, backend=self.backend,
             )  # fmt: skip
 
-    def _why_stock(self: Any, inputs: Any, out_sharding: Any) -> str | None:
+    def _why_stock(self: Any, inputs: Any) -> str | None:
         """Why a call computes as the stock layer does; `None` where it is a kernel's."""
-        if out_sharding is not None:
-            return "out_sharding"
         return self.why_not(self) or no_type_of_call(self, *self._operands(inputs))
 
 
 class Linear(nnx.Linear, _LinearMap):
     """`nnx.Linear` as a tunable kernel; same parameters, same state, same results.
 
-    Takes all of the stock constructor's arguments. With a `dot_general` of one's own, or an
-    `out_sharding`, it computes as the stock layer does.
+    Takes all of the stock constructor's arguments. With a `dot_general` of one's own it computes as the stock layer
+    does.
 
     Args:
         *args: as `nnx.Linear`.
@@ -67,9 +66,9 @@ class Linear(nnx.Linear, _LinearMap):
         self, inputs: Float[Array, "*batch in_features"], out_sharding: Any = None
     ) -> Float[Array, "*batch out_features"]:
         """The linear map over the last axis of `(..., in_features)`; returns `(..., out_features)`."""
-        if reason := self._why_stock(inputs, out_sharding):
+        if reason := self._why_stock(inputs):
             return self._stock(reason, super().__call__, inputs, out_sharding=out_sharding)
-        return self._linear(linear, inputs)
+        return resharded(self._linear(linear, inputs), out_sharding)
 
     @classmethod
     def why_not(cls, module: nnx.Linear) -> str | None:
@@ -80,8 +79,8 @@ class Linear(nnx.Linear, _LinearMap):
 class LinearGeneral(nnx.LinearGeneral, _LinearMap):
     """`nnx.LinearGeneral` as a tunable kernel; same parameters, same state, same results.
 
-    Takes all of the stock constructor's arguments. With a `dot_general` of one's own, batch axes, or an
-    `out_sharding`, it computes as the stock layer does.
+    Takes all of the stock constructor's arguments. With a `dot_general` of one's own, or batch axes, it computes as
+    the stock layer does.
 
     Args:
         *args: as `nnx.LinearGeneral`.
@@ -101,10 +100,11 @@ class LinearGeneral(nnx.LinearGeneral, _LinearMap):
 
     def __call__(self, inputs: Float[Array, "..."], out_sharding: Any = None) -> Float[Array, "..."]:
         """The linear map over the layer's axes of an array; the new axes come last."""
-        if reason := self._why_stock(inputs, out_sharding):
+        if reason := self._why_stock(inputs):
             return self._stock(reason, super().__call__, inputs, out_sharding=out_sharding)
         axes = sorted(axis % inputs.ndim for axis in self.axis)  # the order of the kernel's, as in the stock layer
-        return self._linear(functools.partial(linear_over_axes, axes=axes), inputs)
+        run = functools.partial(linear_over_axes, axes=axes, out_sharding=out_sharding)
+        return self._linear(run, inputs)
 
     @classmethod
     def why_not(cls, module: nnx.LinearGeneral) -> str | None:
@@ -116,8 +116,8 @@ class Einsum(nnx.Einsum, _LinearMap):
     """`nnx.Einsum` as a tunable kernel, where its equation is a linear map; same parameters, state and results.
 
     It is one where the letters of the inputs that stay come first in the result, in order, and those of the kernel
-    that are new come after them. Other equations, an `einsum_op` of one's own, and an `out_sharding` compute as in
-    the stock layer.
+    that are new come after them. Other equations, and an `einsum_op` of one's own, compute as in the stock
+    layer.
 
     Args:
         *args: as `nnx.Einsum`.
@@ -140,11 +140,11 @@ class Einsum(nnx.Einsum, _LinearMap):
     ) -> Float[Array, "..."]:
         """The product of inputs and kernel by the equation of the layer, or of the call."""
         equation = self.einsum_str if einsum_str is None else einsum_str
-        product, reason = einsum_as_linear(equation, jnp.ndim(inputs)), self._why_stock(inputs, out_sharding)
+        product, reason = einsum_as_linear(equation, jnp.ndim(inputs)), self._why_stock(inputs)
         if product is None or reason:
             reason = reason or f"{equation} is no linear map"
             return self._stock(reason, super().__call__, inputs, einsum_str, out_sharding=out_sharding)
-        return self._linear(product, inputs)
+        return self._linear(functools.partial(product, out_sharding=out_sharding), inputs)
 
     @classmethod
     def why_not(cls, module: nnx.Einsum) -> str | None:

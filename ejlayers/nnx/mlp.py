@@ -35,6 +35,7 @@ class GatedMLP(nnx.Module, Pinned):
         param_dtype: type of the parameters.
         precision: as in `jax.lax.Precision`.
         kernel_init: initializer of the kernels; default that of `nnx.Linear`.
+        down_kernel_init: initializer of the kernel of `down`; default `kernel_init`.
         bias_init: initializer of the biases.
         config: back end and tile sizes of the gated product; `down` has a config of its own.
         backend: back end, or `None` for the best one.
@@ -66,6 +67,7 @@ class GatedMLP(nnx.Module, Pinned):
         param_dtype: Any = None,
         precision: Any = None,
         kernel_init: Any = None,
+        down_kernel_init: Any = None,
         bias_init: Any = None,
         config: GatedLinearConfig | None = None,
         backend: str | None = None,
@@ -77,6 +79,7 @@ class GatedMLP(nnx.Module, Pinned):
         options |= {"use_bias": use_bias, "dtype": dtype, "precision": precision, "rngs": rngs}
         self.gate = Linear(in_features, hidden_features, **options)
         self.up = Linear(in_features, hidden_features, **options)
+        options |= {} if down_kernel_init is None else {"kernel_init": down_kernel_init}
         self.down = Linear(hidden_features, in_features if out_features is None else out_features, **options)
         self.activation, self.dtype, self.precision = activation, dtype, precision
         self.pin(config=config, backend=backend)

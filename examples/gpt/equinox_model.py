@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .recipe import adamw, cross_entropy
+from .recipe import adamw, cross_entropy, inputs_and_labels
 from .sizes import Size
 
 BASELINE = "stock"
+
+abstract = eqx.filter_eval_shape
 
 
 class Block(eqx.Module):
@@ -99,7 +101,8 @@ def new_state(size: Size, dtype: jnp.dtype, seed: int, steps: int, prepared: Any
 
 def loss_of(model: GPT, tokens: jax.Array) -> jax.Array:
     """How badly each byte but the first of `(batch, length)` is foretold, in nats."""
-    return cross_entropy(jax.vmap(model)(tokens[:, :-1]), tokens[:, 1:])
+    inputs, labels = inputs_and_labels(tokens)
+    return cross_entropy(jax.vmap(model)(inputs), labels)
 
 
 @eqx.filter_jit

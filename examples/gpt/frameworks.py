@@ -27,6 +27,10 @@ class Training(Protocol):
         """The state to begin with; `prepared` is what is done to the model before: `ejlayers.swap`."""
         ...
 
+    def abstract(self, make: Callable[[], Any]) -> Any:
+        """What a function makes, a state, with arrays that are only described."""
+        ...
+
     def train_step(self, state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         """The state after a step, and the loss before it."""
         ...

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from flax.training.train_state import TrainState
 
-from .recipe import adamw, cross_entropy
+from .recipe import adamw, cross_entropy, inputs_and_labels
 from .sizes import Size
 
 BASELINE = "stock"
+
+abstract = jax.eval_shape
 
 
 class Block(nn.Module):
@@ -57,7 +59,8 @@ def new_state(size: Size, dtype: jnp.dtype, seed: int, steps: int, prepared: Any
 
 def loss_of(params: Any, state: TrainState, tokens: jax.Array) -> jax.Array:
     """How badly each byte but the first of `(batch, length)` is foretold, in nats."""
-    return cross_entropy(state.apply_fn({"params": params}, tokens[:, :-1]), tokens[:, 1:])
+    inputs, labels = inputs_and_labels(tokens)
+    return cross_entropy(state.apply_fn({"params": params}, inputs), labels)
 
 
 @jax.jit

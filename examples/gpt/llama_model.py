@@ -12,11 +12,13 @@ from ejlayers import Rotary, RotaryScaling
 from ejlayers.nnx import Attention, Embed, GatedMLP, LMHead, RMSNorm
 
 from .nnx_model import State, with_optimizer
+from .nnx_model import abstract as abstract
 from .nnx_model import arrays_of as arrays_of
 from .nnx_model import eval_step as eval_step
 from .nnx_model import next_logits as next_logits
 from .nnx_model import train_step as train_step
 from .nnx_model import with_arrays as with_arrays
+from .recipe import inputs_and_labels
 from .sizes import LlamaSize
 
 BASELINE = "untuned"  # there is no model of stock layers to compare with
@@ -63,7 +65,8 @@ class Llama(nnx.Module):
 
     def loss(self, tokens: jax.Array) -> jax.Array:
         """How badly each byte but the first of `(batch, length)` is foretold, in nats, without all logits at once."""
-        return self.head.loss(self.hidden(tokens[:, :-1]), tokens[:, 1:])
+        inputs, labels = inputs_and_labels(tokens)
+        return self.head.loss(self.hidden(inputs), labels)
 
 
 def new_state(size: LlamaSize, dtype: jnp.dtype, seed: int, steps: int, prepared: Any = lambda model: model) -> State:

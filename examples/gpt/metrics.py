@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
+
+from .launch import in_first
 
 FIELDS = ["step", "loss", "baseline_loss", "held_out", "tokens_per_s", "memory_mib"]
 
 
 class Metrics:
-    """Rows of numbers, each in the file as soon as it is known; those of the first steps may be there already."""
+    """Rows of numbers, each in the file as soon as it is known; those of the first steps may be there already.
 
-    def __init__(self, file: Path, first_steps: int):
-        rows = _read(file)[:first_steps] if first_steps else []
-        self.rows, self._file = [], open(file, "w", 1, newline="")  # line by line
+    Of several processes one writes the file; all have the rows.
+    """
+
+    def __init__(self, file: Path, first_steps: int, writes: bool = True):
+        rows = in_first("reading the metrics", lambda: _read(file)[:first_steps]) if first_steps else []
+        self.rows, self._file = [], open(file if writes else os.devnull, "w", 1, newline="")  # line by line
         self._writer = csv.DictWriter(self._file, FIELDS, restval="")
         self._writer.writeheader()
         for row in rows:

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .recipe import adamw, cross_entropy
+from .recipe import adamw, cross_entropy, inputs_and_labels
 from .sizes import Size
 
 BASELINE = "stock"
+
+abstract = nnx.eval_shape
 
 State = tuple[nnx.Module, nnx.Optimizer]
 
@@ -53,7 +55,8 @@ class GPT(nnx.Module):
 
     def loss(self, tokens: jax.Array) -> jax.Array:
         """How badly each byte but the first of `(batch, length)` is foretold, in nats."""
-        return cross_entropy(self(tokens[:, :-1]), tokens[:, 1:])
+        inputs, labels = inputs_and_labels(tokens)
+        return cross_entropy(self(inputs), labels)
 
 
 def new_state(size: Size, dtype: jnp.dtype, seed: int, steps: int, prepared: Any = lambda model: model) -> State:

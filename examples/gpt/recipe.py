@@ -1,14 +1,25 @@
-"""How every model is trained: the optimizer and the loss."""
+"""How every model is trained: what it foretells, the optimizer and the loss."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from .sharding import TOKENS
 from .sizes import Size
 
 
+def inputs_and_labels(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The bytes that a model sees, and those that it foretells, `(batch, length)` each, of `(batch, length + 1)`."""
+    pair = tokens[:, :-1], tokens[:, 1:]
+    on_mesh = not jax.sharding.get_abstract_mesh().empty
+    return tuple(jax.lax.with_sharding_constraint(x, TOKENS) for x in pair) if on_mesh else pair
+
+
+@functools.cache  # states of one run are of one type: that of Equinox and Linen has the optimizer in it
 def adamw(size: Size, steps: int) -> optax.GradientTransformation:
     """AdamW with warm-up and cosine decay."""
     peak = size.learning_rate

@@ -6,14 +6,11 @@ import dataclasses
 import json
 from pathlib import Path
 
+from .launch import Refused
 from .sizes import SIZES, LlamaSize, Size
 
 _CHOICES = {"framework": ("nnx", "linen", "equinox"), "size": tuple(SIZES), "dtype": ("float32", "bfloat16")}
 _FILE = "run.json"
-
-
-class Refused(Exception):
-    """Something the user asked for that cannot be done: one line and exit status 2."""
 
 
 @dataclasses.dataclass(frozen=True)
