@@ -160,7 +160,7 @@ def _context(axis: str | None, dropout_rate: float, q_len: int, kv_len: int) -> 
         )
     if q_len != kv_len:
         raise ValueError(f"query has length {q_len} and key {kv_len}; with a context_axis expected one length of both")
-    require_manual(ATTENTION, {"t": axis})
+    require_manual(ATTENTION, {"t": axis}, "context_axis")
     return {"t": axis}
 
 

@@ -104,7 +104,7 @@ def linear_cross_entropy(
     token_weights = None if token_weights is None else as_array("token_weights", token_weights)
     _check_types(hidden=hidden, weight=weight, bias=bias, token_weights=token_weights)
     axes = {} if vocab_axis is None else {"v": vocab_axis}
-    require_manual(LINEAR_CROSS_ENTROPY, axes)
+    require_manual(LINEAR_CROSS_ENTROPY, axes, "vocab_axis")
     vocab = _check_shapes(hidden, weight, labels, bias, token_weights, weight_layout)
     vocab *= 1 if vocab_axis is None else jax.lax.axis_size(vocab_axis)
     _check_labels(labels, vocab, ignore_index)
