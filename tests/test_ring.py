@@ -136,9 +136,7 @@ def test_a_length_that_devices_split_has_no_dropout_yet():
 
 def test_an_axis_of_no_shard_map_is_refused():
     query = normal(0, 1, 4, 1, 4)
-    with pytest.raises(
-        ej.ConfigError, match=r"context_axis names 'ring', which is no mesh axis of a jax\.shard_map around this call"
-    ):
+    with pytest.raises(ej.ConfigError, match=r"context_axis names 'ring', which is no mesh axis of a jax\.shard_map"):
         ej.flash_attention(query, query, query, context_axis="ring")
 
 

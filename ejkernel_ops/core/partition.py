@@ -92,8 +92,8 @@ def require_manual(kernel: Any, axes: Mapping[str, str], argument: str = "axes")
     manual = [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual]
     if wrong := [axis for axis in axes.values() if axis not in manual]:
         raise ConfigError(
-            f"{argument} names {wrong[0]!r}, which is no mesh axis of a jax.shard_map around this call, whose axes are {manual or 'none'}; "
-            "elsewhere leave it out: there the shardings of the arrays say what is split"
+            f"{argument} names {wrong[0]!r}, which is no mesh axis of a jax.shard_map around this call, whose axes are "
+            f"{manual or 'none'}; elsewhere leave it out: there the shardings of the arrays say what is split"
         )
 
 
