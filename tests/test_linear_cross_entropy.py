@@ -530,7 +530,7 @@ BAD = [  # argument, value, type of the error, what its message must say besides
     ("reduction", "avg", ValueError, ["'avg'", "'mean'", "'none'"]),
     ("weight_layout", "vi", ValueError, ["'vi'", "'io'", "'oi'"]),
     ("precision", 3, ValueError, ["3", "highest"]),
-    ("vocab_axis", "model", UnsupportedError, ["'model'", "None"]),
+    ("vocab_axis", "model", ConfigError, ["'model'", "jax.shard_map"]),
     ("config", {"blocksize_m": 4}, ConfigError, ["blocksize_m", "LinearCrossEntropyConfig"]),
     ("config", LinearCrossEntropyConfig(backend="xla", fwd=FwdParams(num_warps=4)), ConfigError, ["num_warps=4"]),
     ("backend", "cudnn", UnsupportedError, ["'cudnn'", "xla"]),

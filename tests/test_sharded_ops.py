@@ -247,6 +247,31 @@ def test_labels_are_predicted_as_they_are_compiled(program):
     assert predicted == recorded != set()
 
 
+def of_lengths(hidden, weight, labels, weights, reduction):
+    out = ej.linear_cross_entropy(hidden, weight, labels, token_weights=weights, reduction=reduction)
+    return out if reduction == "none" else out[None]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("rows", [P(None, "model"), P("data", "model"), P("data"), P("model", "data")])
+def test_rows_of_several_axes_may_be_split_along_any(rows, reduction, mesh):
+    """Labels and weights follow the hidden states, which under Explicit axes do not move."""
+    labels, weights = np.resize(LABELS, (4, 8)), np.abs(normal(18, 4, 8))
+    arrays = [normal(15, 4, 8, 12), normal(16, 12, 24)]
+
+    def fn(hidden, weight):
+        return of_lengths(hidden, weight, split[0], split[1], reduction)
+
+    split = [labels, weights]
+    wanted = wanted_alone(fn, arrays)
+    split = placed(mesh, [(labels, P(None, "model")), (weights, P("data"))])
+    operands = placed(mesh, [(arrays[0], rows), (arrays[1], P())])
+    compiled = jax.jit(gradients(fn)).lower(*operands).compile()
+    close(compiled(*operands), wanted)
+    if mesh is MESHES["explicit"]:
+        assert all(np.prod(shape) <= labels.size for shape in gathered(compiled))
+
+
 MIXED = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
 SPLIT_HEAD = [(normal(15, 16, 8), P()), (normal(16, 8, 24), COLUMNS)]
 

@@ -80,7 +80,7 @@ def _mesh_of(avals: Sequence[Any]) -> AbstractMesh | None:
     return next((aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty), None)
 
 
-def require_manual(kernel: Any, axes: Mapping[str, str]) -> None:
+def require_manual(kernel: Any, axes: Mapping[str, str], argument: str = "axes") -> None:
     """Refuses mesh axes that no `shard_map` around a call has, or a kernel that cannot be split over any.
 
     Raises:
@@ -94,8 +94,8 @@ def require_manual(kernel: Any, axes: Mapping[str, str]) -> None:
     manual = [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual]
     if wrong := [axis for axis in axes.values() if axis not in manual]:
         raise ConfigError(
-            f"{wrong[0]!r} is no mesh axis of a jax.shard_map around this call, whose axes are {manual or 'none'}; "
-            "elsewhere leave it out: there the shardings of the arrays say what is split"
+            f"{argument} names {wrong[0]!r}, which is no mesh axis of a jax.shard_map around this call, whose axes are "
+            f"{manual or 'none'}; elsewhere leave it out: there the shardings of the arrays say what is split"
         )
 
 

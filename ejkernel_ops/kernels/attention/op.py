@@ -157,7 +157,7 @@ def _context(axis: str | None, q_len: int, kv_len: int) -> dict[str, str]:
         return {}
     if q_len != kv_len:
         raise ValueError(f"query has length {q_len} and key {kv_len}; with a context_axis expected one length of both")
-    require_manual(ATTENTION, {"t": axis})
+    require_manual(ATTENTION, {"t": axis}, "context_axis")
     return {"t": axis}
 
 

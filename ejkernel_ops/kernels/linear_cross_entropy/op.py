@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Int
 from ...core.partition import require_manual
 from ...execution.executor import default_executor
 from ..config import as_array, canonical_precision, explicit_config, static_number
-from ..rows import accumulated, flat_rows
+from ..rows import accumulated
 from .kernels import LINEAR_CROSS_ENTROPY, LinearCrossEntropyConfig
 from .loss import IGNORED, Loss
+from .row_order import RowOrder
 
 
 def linear_cross_entropy(
@@ -103,7 +104,7 @@ def linear_cross_entropy(
     token_weights = None if token_weights is None else as_array("token_weights", token_weights)
     _check_types(hidden=hidden, weight=weight, bias=bias, token_weights=token_weights)
     axes = {} if vocab_axis is None else {"v": vocab_axis}
-    require_manual(LINEAR_CROSS_ENTROPY, axes)
+    require_manual(LINEAR_CROSS_ENTROPY, axes, "vocab_axis")
     vocab = _check_shapes(hidden, weight, labels, bias, token_weights, weight_layout)
     vocab *= 1 if vocab_axis is None else jax.lax.axis_size(vocab_axis)
     _check_labels(labels, vocab, ignore_index)
@@ -116,9 +117,11 @@ def linear_cross_entropy(
         label_smoothing=_in_range("label_smoothing", label_smoothing, 0.0, 1.0, "in [0, 1]") or 0.0,
         logits_dtype=None if logits_dtype is None else logits_dtype.name,
     )
-    hidden, weight = flat_rows(hidden).astype(dtype), weight.astype(_held_type(weight.dtype, dtype))
+    rows = RowOrder.of(hidden)
+    hidden, weight = rows.flat(hidden).astype(dtype), weight.astype(_held_type(weight.dtype, dtype))
     wide = accumulated(hidden, weight)
-    flat, coefficients = _canonical(labels.reshape(-1), token_weights, vocab, ignore_index, reduction, wide)
+    token_weights = None if token_weights is None else rows.flat(token_weights)
+    flat, coefficients = _canonical(rows.flat(labels), token_weights, vocab, ignore_index, reduction, wide)
     out = default_executor()(
         LINEAR_CROSS_ENTROPY, hidden, weight, flat, bias, coefficients,
         cfg=explicit_config(LinearCrossEntropyConfig, config, cfg, backend), loss=loss, reduce=reduction != "none",
@@ -126,7 +129,7 @@ def linear_cross_entropy(
     )  # fmt: skip
     if vocab_axis is not None:  # all have the same, and now their types say so
         out = jax.lax.pmean(out, vocab_axis)
-    return out.reshape(labels.shape) if reduction == "none" else out
+    return rows.back(out) if reduction == "none" else out
 
 
 def _canonical(
@@ -136,7 +139,7 @@ def _canonical(
     ignored = _holds(labels, ignore_index) & (labels == labels.dtype.type(_within(labels, ignore_index)))
     valid = (labels >= 0) & (labels <= labels.dtype.type(_within(labels, vocab - 1)))
     canonical = jnp.where(ignored, IGNORED, jnp.where(valid, labels.astype(jnp.int32), vocab))
-    weights = jnp.ones(labels.shape, dtype) if token_weights is None else token_weights.reshape(-1).astype(dtype)
+    weights = jnp.ones(labels.shape, dtype) if token_weights is None else token_weights.astype(dtype)
     weights = jnp.where(ignored, 0.0, weights)
     if reduction != "mean":
         return canonical, weights
