@@ -178,5 +178,10 @@ def test_devices_do_together_what_one_does(seed):
         elif kind == "constrained":
             found = jax.jit(constrained(step, shardings))(*arrays)
         else:
-            found = jax.jit(step)(*map(jax.device_put, arrays, shardings))
+            try:
+                found = jax.jit(step)(*map(jax.device_put, arrays, shardings))
+            except ej.ConfigError as error:  # of a split that no device can have a part of
+                assert kind in ("explicit", "mixed")
+                assert "jax.sharding.reshard" in str(error)
+                return
     close(found, wanted)
