@@ -180,8 +180,8 @@ def test_devices_do_together_what_one_does(seed):
         else:
             try:
                 found = jax.jit(step)(*map(jax.device_put, arrays, shardings))
-            except ej.ConfigError as error:  # of a split that no device can have a part of
-                assert kind in ("explicit", "mixed")
-                assert "jax.sharding.reshard" in str(error)
-                return
+            except ej.ConfigError as error:
+                if "each device needs it whole" in str(error) or "cannot be split so" in str(error):
+                    return  # a type says what cannot be
+                raise
     close(found, wanted)
