@@ -331,3 +331,29 @@ def test_what_rows_share_is_no_sum_over_devices(mesh):
     operands = [(X[0], ROWS), (SCALE[None], P())]
     fn = functools.partial(ej.Executor(), Shifted())
     close(jax.jit(gradients(fn))(*placed(mesh, operands)), wanted_alone(fn, [x for x, _ in operands]))
+
+
+def test_gradients_of_a_loss_are_summed_by_what_the_last_to_share_it_out_has_chosen():
+    """Types split the rows, and then XLA does: the call of those parts may have another config than the first part."""
+    operands = [(normal(15, 16, 8), P(("model", "data"))), (normal(16, 8, 24), P())]
+    with jax.set_mesh(MIXED):
+        arrays = placed(MIXED, operands)
+        ej.clear_invocations()
+        jax.jit(gradients(loss)).lower(*arrays).compile()
+        device, op = ej.device_fingerprint(), "linear_cross_entropy@v1"
+        chosen = ej.LinearCrossEntropyConfig(
+            backend="xla", fwd=ej.FwdParams(blocksize_m=4, blocksize_n=24), recompute=True
+        )
+        with ej.overlay_cache({ej.Key(device, op, key): chosen for key in ej.get_invocations()[op]}):
+            found = jax.jit(gradients(loss))(*arrays)
+    close(found, wanted_alone(loss, [x for x, _ in operands]))
+
+
+@pytest.mark.parametrize("spec", [P(), P("data"), P("model")])
+def test_the_gradient_of_a_bias_is_split_as_the_bias_is(spec):
+    """However the weight is: a step that trains both leaves both as they were."""
+    operands = [(X, ROWS), (W, P("data", "model")), (BIAS, spec)]
+    mesh = MESHES["auto"]
+    step = jax.jit(lambda x, w, b: jax.grad(lambda w, b: (ej.linear(x, w, b) ** 2).sum(), (0, 1))(w, b))
+    made = step(*placed(mesh, operands))[1]
+    assert made.sharding.is_equivalent_to(NamedSharding(mesh, spec), 1)

@@ -67,7 +67,7 @@ class Array:
         shape: its shape.
         layout: the factors of each axis.
         unsummed: factors that it lacks and is not the sum over.
-        name: the parameter of an operand.
+        name: the parameter of an operand, or that whose gradient an output is.
     """
 
     shape: tuple[int, ...]
@@ -189,13 +189,20 @@ def arrays_of(
         out = jax.tree.unflatten(output_tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs])
         wanted = (dims.outputs, dims.residuals) if call.residuals else dims.outputs
         out_names = _texts(wanted, out)
+        gradients = [""] * len(out_names)
     else:
         forward = call.forward.arguments([jax.ShapeDtypeStruct((), bool)] * len(call.needs)).arguments
-        texts = [text for name, value in forward.items() for text in _texts(dims.operands.get(name, ""), value)]
-        out_names = [text for text, needed in zip(texts, call.needs) if needed]
+        pairs = [(name, text) for name, value in forward.items() for text in _texts(dims.operands.get(name, ""), value)]
+        pairs = [pair for pair, needed in zip(pairs, call.needs) if needed]
+        gradients, out_names = [name for name, _ in pairs], [text for _, text in pairs]
     found = _arrays(dims, (*names, *out_names), (*operands, *outputs), len(operands))
-    named = tuple(dataclasses.replace(a, name=name) for a, name in zip(found.operands, operand_names))
-    return dataclasses.replace(found, operands=named)
+    return dataclasses.replace(
+        found, operands=_named_as(found.operands, operand_names), outputs=_named_as(found.outputs, gradients)
+    )
+
+
+def _named_as(arrays: Sequence[Array], names: Sequence[str]) -> tuple[Array, ...]:
+    return tuple(dataclasses.replace(array, name=name) for array, name in zip(arrays, names))
 
 
 def _arrays(dims: Dims, texts: Sequence[str], arrays: Sequence[Any], num_operands: int) -> Arrays:

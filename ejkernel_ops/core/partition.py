@@ -80,6 +80,13 @@ def _mesh_of(avals: Sequence[Any]) -> AbstractMesh | None:
     return next((aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty), None)
 
 
+def is_shared_further(avals: Sequence[Any]) -> bool:
+    """Whether XLA may share out what devices that see their parts already do."""
+    mesh = _mesh_of(avals)
+    kinds = zip(mesh.axis_sizes, mesh.axis_types) if mesh is not None else ()
+    return any(size > 1 and kind == AxisType.Auto for size, kind in kinds)
+
+
 def require_manual(kernel: Any, axes: Mapping[str, str], argument: str = "axes") -> None:
     """Refuses mesh axes that no `shard_map` around a call has, or a kernel that cannot be split over any.
 
@@ -280,14 +287,16 @@ def _mesh(axes: Sequence[tuple[str, int]]) -> Mesh:
 def _rule(arrays: Arrays) -> SdyShardingRule:
     """How a split of one array goes on to others: by their common factors, and not at all along other axes.
 
-    Nor does that of a vector which rows share: where parameters are kept in parts, a bias would split the features of
-    rows along the axis that splits the rows.
+    Nor does that of a vector which rows share, but to its gradient: where parameters are kept in parts, a bias would
+    split the features of rows along the axis that splits the rows.
     """
-    own = itertools.count()
+    own, vectors = itertools.count(), {}
 
     def mapping(array: Array) -> ArrayMapping:
-        goes_on = len(array.shape) > 1 or array.factors & arrays.lead or any(array is out for out in arrays.outputs)
+        goes_on = len(array.shape) > 1 or array.factors & arrays.lead or not array.name
         dims = [(factors if goes_on else ()) or (f"own{next(own)}",) for factors in array.layout]
+        if not goes_on:
+            dims = vectors.setdefault((array.name, array.shape), dims)
         return ArrayMapping(*(_factor(f[0]) if len(f) == 1 else CompoundFactor(*map(_factor, f)) for f in dims))
 
     operands, outputs = ([mapping(a) for a in group] for group in (arrays.operands, arrays.outputs))

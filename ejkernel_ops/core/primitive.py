@@ -202,10 +202,19 @@ def _shareable(call: Call, avals: tuple) -> Arrays | None:
     return arrays_of(call, avals, types, tree, _out_kinds(call, tree, len(types)))
 
 
-def tools(platform: str | None, bind: Callable[..., list[Any]] | None = None) -> Tools:
-    """What runs the calls of one device's parts on a platform; by default they are bound, and may be shared further."""
+def tools(platform: str | None, bind: Callable[..., list[Any]] | None = None, avals: Sequence[Any] = ()) -> Tools:
+    """What runs the calls of one device's parts on a platform.
+
+    Args:
+        platform: the platform.
+        bind: what runs a call; default that it is bound, and may be shared out further.
+        avals: where it is bound, the types of the operands of the whole.
+    """
+    is_last = not partition.is_shared_further(avals)
 
     def chosen(call: Call, operands: Sequence[Any]) -> Any:
+        if not is_last:
+            return None
         return choose(call.invocation(operands, platform), call.snapshot, call.generation).cfg
 
     return Tools(bind or kernel_p.bind, output_tree, chosen)
@@ -238,7 +247,7 @@ def _among_others(*operands: Any, call: Call, platform: str | None) -> list[Any]
         operands = (*operands[:first], *(_psum(x, lacking(array, axes)) for x, array in pairs))
     mesh_axes = tuple(axis for over in axes.values() for axis in over)
     found = Plan(axes, (), (), sums, ((),) * len(sums), mesh_axes)
-    outs = on_shards(tools(platform), call, found, operands)
+    outs = on_shards(tools(platform, avals=avals), call, found, operands)
     if call.forward is None:
         return outs
     shares = [lacking(array, axes) for array in arrays.outputs]
@@ -250,8 +259,9 @@ def _psum(x: Any, axes: tuple[str, ...]) -> Any:
 
 
 def _mapped(*operands: Any, call: Call, platform: str, arrays: Arrays) -> list[Any]:
-    types = _output(call, tuple(map(jax.typeof, operands)))[1]
-    return partition.mapped(_body(call, tools(platform)), arrays, operands, types)
+    avals = tuple(map(jax.typeof, operands))
+    body = _body(call, tools(platform, avals=avals))
+    return partition.mapped(body, arrays, operands, _output(call, avals)[1])
 
 
 def _partitioned(*operands: Any, call: Call, platform: str, arrays: Arrays, devices: partition.Devices) -> list[Any]:

@@ -73,7 +73,7 @@ class Tools:
     Args:
         bind: binds a call, as `bind(*operands, call=call)`; its config and label are those of the operands' shapes.
         output_tree: the structure of a call's output, from the call and its operands.
-        choose: the config of a call, from the call and its operands.
+        choose: the config of a call, from the call and its operands; `None` where it is not known yet.
     """
 
     bind: Callable[..., list[Any]]
@@ -103,7 +103,7 @@ class Run:
         return _named(local, self.tools.bind(*arrays, call=local), lambda: self.tools.output_tree(local, arrays))
 
     def forward_cfg(self, *args: Any, **kwargs: Any) -> Any:
-        """Of a backward kernel, the config that the forward of a call with these arguments has."""
+        """Of a backward kernel, the config of the forward of a call with these arguments; `None`: not known yet."""
         return self.tools.choose(*self._forward(args, kwargs))
 
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, list[Any]]:

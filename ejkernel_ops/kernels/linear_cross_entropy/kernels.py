@@ -265,11 +265,15 @@ class LinearCrossEntropyBackward(TritonRows, OneDevice):
             dout = dout / jax.lax.axis_size(axes["v"])
         statics |= {"loss": _over_vocab_of(axes, loss), "reduce": reduce}
         gradients = run(*others, out, residuals, dout, **statics)
-        if not run.forward_cfg(*others, **statics).recompute:
-            return gradients
         over = {"hidden": axes.get("v", ()), "weight": axes.get("n", ()), "bias": axes.get("n", ())}
-        wanted = {name: axes for name, axes in over.items() if axes and gradients[name] is not None}
-        return gradients | {name: jax.lax.psum(gradients[name], axes) for name, axes in wanted.items()}
+        parts = {name: gradients[name] for name, axes in over.items() if axes and gradients[name] is not None}
+
+        def summed(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            return {name: equally_varying([jax.lax.psum(part, over[name])], part)[0] for name, part in parts.items()}
+
+        if (forward := run.forward_cfg(*others, **statics)) is None and reduce:  # who shares further chooses
+            return gradients | jax.lax.cond(residuals[2], lambda parts: parts, summed, parts)
+        return gradients if forward is not None and not forward.recompute else gradients | summed(parts)
 
     def narrow(self, cfg: LinearCrossEntropyConfig) -> LinearCrossEntropyConfig:
         """The backward part of an op's config."""
