@@ -27,7 +27,6 @@ RULES = (  # a parameter's path -> the mesh axes that split its own axes; an opt
     (r"(query_proj|key_proj|value_proj|up|head)/weight$", P("model", "fsdp")),  # of Equinox: (out, in)
     (r"(output_proj|down)/weight$", P("fsdp", "model")),
     (r"(up|Dense_0)/bias$", P("model")),
-    (r"(down|Dense_1)/bias$", P("fsdp")),  # as its gradient comes
     (r"bytes/(embedding|weight)$", P(("model", "fsdp"))),
 )
 
