@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 FOLDER, PORT, RANK = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which jobs in the background of a shell ignore
 jax.distributed.initialize(f"127.0.0.1:{PORT}", 2, RANK)  # before anything asks for a device
 
 import jax.numpy as jnp

@@ -627,7 +627,7 @@ BAD = [  # argument, value, type of the error, what its message must say besides
     ("dropout_rate", 0.1, ValueError, ["0.1", "dropout_rng is None", "PRNG key"]),
     ("dropout_rng", 3, TypeError, ["3", "PRNG key"]),
     ("dropout_rng", ones(2, dtype=KEY.dtype), ValueError, ["(2,)", "one key"]),
-    ("context_axis", "seq", UnsupportedError, ["'seq'", "pass None"]),
+    ("context_axis", "seq", ValueError, ["'seq'", "jax.shard_map"]),
     ("precision", "exact", ValueError, ["'exact'", "highest"]),
     ("config", 128, ConfigError, ["128", "AttentionConfig"]),
     ("backend", "gpu", ConfigError, ["'gpu'", "triton, pallas, cudnn, xla"]),

@@ -65,10 +65,11 @@ def devices_of(ctx: mlir.LoweringRuleContext) -> Devices:
     return Devices(())
 
 
-def is_supported(ctx: mlir.LoweringRuleContext) -> bool:
+def is_supported(ctx: mlir.LoweringRuleContext, platform: str) -> bool:
     """Whether XLA can ask this process how to share a call out: not of a program that is exported or interpreted."""
     shardy = jax.config.jax_use_shardy_partitioner  # pyright: ignore[reportAttributeAccessIssue]
-    return shardy and not ctx.module_context.lowering_parameters.for_export and not interpreting()
+    is_interpreted = platform == "cpu" and interpreting()
+    return shardy and not ctx.module_context.lowering_parameters.for_export and not is_interpreted
 
 
 def is_explicit(avals: Sequence[Any]) -> bool:

@@ -185,7 +185,7 @@ def _rule(ctx: mlir.LoweringRuleContext, *values: Any, call: Call, platform: str
         return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
     devices, avals = partition.devices_of(ctx), ctx.avals_in
     by_types, by_xla = partition.is_explicit(avals), devices.shared > 1
-    arrays = _shareable(call, tuple(avals)) if by_types or (by_xla and partition.is_supported(ctx)) else None
+    arrays = _shareable(call, tuple(avals)) if by_types or (by_xla and partition.is_supported(ctx, platform)) else None
     run = functools.partial(_lowered, call=call, platform=platform)
     if arrays is not None and by_types:
         run = functools.partial(_mapped, call=call, platform=platform, arrays=arrays)

@@ -155,9 +155,9 @@ def _context(axis: str | None, q_len: int, kv_len: int) -> dict[str, str]:
     """The names that a mesh axis splits."""
     if axis is None:
         return {}
+    require_manual(ATTENTION, {"t": axis}, "context_axis")
     if q_len != kv_len:
         raise ValueError(f"query has length {q_len} and key {kv_len}; with a context_axis expected one length of both")
-    require_manual(ATTENTION, {"t": axis}, "context_axis")
     return {"t": axis}
 
 
