@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_ops as ej
+from ejkernel_ops.utils.meta import call_sites
 
 from .ops import close, normal
 from .test_sharded_ops import BIAS, COLUMNS, HEADS, LABELS, MESHES, ROWS, SCALE, W, X, gradients, placed, qkv
@@ -56,7 +57,10 @@ def test_triton_on_parts_gives_what_xla_does_on_the_whole(case):
     fn, operands = CASES[case]
     wanted = jax.jit(gradients(functools.partial(fn, backend="xla")))(*[x for x, _ in operands])
     with jax.set_mesh(mesh := MESHES["explicit"]):
-        found = jax.jit(gradients(functools.partial(fn, backend="triton")))(*placed(mesh, operands))
+        step, arrays = jax.jit(gradients(functools.partial(fn, backend="triton"))), placed(mesh, operands)
+        found, sites = step(*arrays), call_sites(step.lower(*arrays))
+    assert sites
+    assert all("backend=triton" in site.config for site in sites)
     close(found, wanted, 1e-4)
 
 
@@ -66,4 +70,5 @@ def test_under_auto_axes_interpreted_kernels_take_whole_arrays():
     wanted = jax.jit(gradients(functools.partial(fn, backend="xla")))(*[x for x, _ in operands])
     with jax.set_mesh(mesh := MESHES["auto"]):
         found = jax.jit(gradients(functools.partial(fn, backend="triton")))(*placed(mesh, operands))
+    assert jax.typeof(found[0]).shape == X.shape
     close(found, wanted, 1e-4)

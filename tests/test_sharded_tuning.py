@@ -1,5 +1,7 @@
 """Programs over several devices are tuned for what one device runs, and a result applies to as many as there are."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -211,3 +213,31 @@ def test_a_kernel_that_calls_back_to_python_is_refused_where_xla_shares_out_and_
 def placed_rows(rows, kind):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
     return jax.device_put(rows, NamedSharding(mesh, P("data")))
+
+
+class Reduced(ej.Kernel):
+    name = "test_reduced"
+
+    def heuristic_cfg(self, inv):
+        return 0
+
+    def run(self, x, *, cfg, axes=()):
+        return x.sum(axes)
+
+
+def test_a_kernel_may_have_an_argument_of_the_name_axes():
+    close(Reduced()(ARRAYS[0], axes=(0, 1)), ARRAYS[0].sum((0, 1)))
+
+
+def test_what_is_pinned_or_entered_is_part_of_a_program_before_xla_asks():
+    """JAX's cache of compiled programs looks at that text, without the address of whom XLA asks."""
+
+    def text_of(cfg=None):
+        lowered = jax.jit(lambda x: ej.rms_norm(x, config=cfg)).lower(placed(mesh_of(2, 4))[0])
+        return re.sub(r'backend_config = "\d+"', "", lowered.as_text())
+
+    plain, config = text_of(), ej.NormConfig(fwd=ej.FwdParams(blocksize_m=3))
+    assert text_of() == plain
+    assert text_of(config) != plain
+    with ej.overlay_cache({ej.Key(ej.device_fingerprint(), "rms_norm@v1", "0" * 16): config}):
+        assert text_of() != plain

@@ -88,7 +88,7 @@ def is_shared_further(avals: Sequence[Any]) -> bool:
     return any(size > 1 and kind == AxisType.Auto for size, kind in kinds)
 
 
-def require_manual(kernel: Any, axes: Mapping[str, str], argument: str = "axes") -> None:
+def require_manual(kernel: Any, axes: Mapping[str, str], argument: str = "mesh_axes") -> None:
     """Refuses mesh axes that no `shard_map` around a call has, or a kernel that cannot be split over any.
 
     Raises:
@@ -97,7 +97,9 @@ def require_manual(kernel: Any, axes: Mapping[str, str], argument: str = "axes")
     if not axes:
         return
     if not kernel.has_dims:
-        raise ConfigError(f"axes is {dict(axes)}, and {kernel.op_id_v} defines no dims: nothing says what they split")
+        raise ConfigError(
+            f"{argument} is {dict(axes)}, and {kernel.op_id_v} defines no dims: nothing says what they split"
+        )
     mesh = jax.sharding.get_abstract_mesh()
     manual = [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual]
     if wrong := [axis for axis in axes.values() if axis not in manual]:

@@ -29,7 +29,9 @@ from ..registry import SharedCall, record, record_shared
 from ..utils.fingerprint import device_of
 from ..utils.labelled import marked, scope_name
 from ..utils.meta import SHARED, label
+from ..utils.values import short_hash, stable_json
 from ..utils.varying import equally_varying
+from ..utils.versions import tuned_with
 from . import partition
 from .batching import fold_or_loop
 from .call import Call, backward_call, flatten_gradients, gradient_types, make_call, num_cotangents
@@ -237,8 +239,8 @@ def _among_others(*operands: Any, call: Call, platform: str | None) -> list[Any]
         if arrays.sizes.get(name, 1) < 2:
             sizes = {n: size for n, size in arrays.sizes.items() if size > 1}
             raise ConfigError(
-                f"axes splits {name!r} of {call.kernel.op_id_v} over {over[0]!r}, and no array of this device has more "
-                f"than 1 of it; expected a name that has: {sizes}"
+                f"mesh_axes splits {name!r} of {call.kernel.op_id_v} over {over[0]!r}, and no array of this device has "
+                f"more than 1 of it; expected a name that has: {sizes}"
             )
     sums = tuple(summed_axes(array, axes) for array in arrays.outputs)
     if call.forward is not None:
@@ -270,7 +272,8 @@ def _partitioned(*operands: Any, call: Call, platform: str, arrays: Arrays, devi
     text = label(inv.op_id_v, inv.call_key)
     record_shared(text, SharedCall(call, arrays, platform, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]))
     marks = {} if call.snapshot.path is None else {"ejkernel_path": call.snapshot.path}
-    marks |= {SHARED: text, "ejkernel_overlay": call.snapshot.overlay.digest}
+    known = [call.snapshot.overlay.digest, call.explicit, tuned_with()]  # JAX caches programs by their text alone
+    marks |= {SHARED: text, "ejkernel_choice": short_hash(stable_json(known, where="config"))}
     here = functools.partial(_lowered, platform=platform)  # now, while the settings of the caller hold
     whole, body = functools.partial(kernel_p.bind, call=call), _body(call, tools(platform, here))
     with jax.named_scope(scope_name(text)), set_xla_metadata(**marks):

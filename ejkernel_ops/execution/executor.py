@@ -51,7 +51,7 @@ class Executor:
         return default_selector() if self._chooser is None else self._chooser
 
     def __call__(
-        self, kernel: Kernel, *args: Any, cfg: Any = None, axes: Mapping[str, str] | None = None, **kwargs: Any
+        self, kernel: Kernel, *args: Any, cfg: Any = None, mesh_axes: Mapping[str, str] | None = None, **kwargs: Any
     ) -> Any:
         """Runs a kernel.
 
@@ -59,20 +59,20 @@ class Executor:
             kernel: the kernel.
             *args: its arguments.
             cfg: an explicit config; its `None` fields inherit.
-            axes: inside `jax.shard_map`, names of the kernel's `dims` with the mesh axis that splits each: every array
-                with such a name is then a part of the whole, and the devices do together what one would do with that.
+            mesh_axes: inside `jax.shard_map`, names of the kernel's `dims` with the mesh axis that splits each: every
+                array with such a name is then a part of the whole, and the devices do together what one would do.
             **kwargs: its keyword arguments.
 
         Returns:
             The kernel's output.
 
         Raises:
-            ConfigError: a bad config, an argument without a value-based form, or `axes` outside of `jax.shard_map`.
+            ConfigError: a bad config, an argument without a value-based form, or `mesh_axes` outside of a `shard_map`.
             UnsupportedError: the explicit back end cannot do the call.
         """
         require_kernel(kernel)
-        pairs = tuple((name, (axis,)) for name, axis in (axes or {}).items())
-        require_manual(kernel, axes or {})
+        pairs = tuple((name, (axis,)) for name, axis in (mesh_axes or {}).items())
+        require_manual(kernel, mesh_axes or {})
         return call_kernel(kernel, args, kwargs, explicit_pairs(kernel, cfg), self._snapshot(), generation(), pairs)
 
     def choose_config(self, kernel: Kernel, *args: Any, cfg: Any = None, **kwargs: Any) -> Any:

@@ -146,7 +146,7 @@ def flash_attention(
         _seed(rate, dropout_rng, batch), cfg=explicit_config(AttentionConfig, config, cfg, backend),
         causal=bool(causal), sliding_window=window, static_offset=static_offset, softmax_scale=scale,
         logits_soft_cap=cap, dropout_rate=rate, precision=canonical_precision(precision),
-        deterministic=bool(deterministic), axes=axes,
+        deterministic=bool(deterministic), mesh_axes=axes,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -125,7 +125,7 @@ def linear_cross_entropy(
     out = default_executor()(
         LINEAR_CROSS_ENTROPY, hidden, weight, flat, bias, coefficients,
         cfg=explicit_config(LinearCrossEntropyConfig, config, cfg, backend), loss=loss, reduce=reduction != "none",
-        precision=canonical_precision(precision), axes=axes,
+        precision=canonical_precision(precision), mesh_axes=axes,
     )  # fmt: skip
     if vocab_axis is not None:  # all have the same, and now their types say so
         out = jax.lax.pmean(out, vocab_axis)
