@@ -272,7 +272,9 @@ def _partitioned(*operands: Any, call: Call, platform: str, arrays: Arrays, devi
     text = label(inv.op_id_v, inv.call_key)
     record_shared(text, SharedCall(call, arrays, platform, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]))
     marks = {} if call.snapshot.path is None else {"ejkernel_path": call.snapshot.path}
-    known = [call.snapshot.overlay.digest, call.explicit, tuned_with()]  # JAX caches programs by their text alone
+    # JAX caches programs by their text; drivers of hosts may differ, and their programs must not.
+    versions = {name: version for name, version in tuned_with().items() if name != "driver"}
+    known = [call.snapshot.overlay.digest, call.explicit, versions]
     marks |= {SHARED: text, "ejkernel_choice": short_hash(stable_json(known, where="config"))}
     here = functools.partial(_lowered, platform=platform)  # now, while the settings of the caller hold
     whole, body = functools.partial(kernel_p.bind, call=call), _body(call, tools(platform, here))
