@@ -2,6 +2,7 @@
 
     python benchmarks/ops.py norm linear gated_linear mlp rotary cross_entropy
     python benchmarks/ops.py cross_entropy --no-tune
+    python benchmarks/ops.py --results benchmarks/measured
 
 Outputs and gradients in bfloat16, by the device's record. Merges its rows into `docs/benchmarks/ops_<card>.csv`;
 `--smoke` tries the script on a CPU with tiny sizes.
@@ -211,7 +212,9 @@ def lowered(point: Point, fn: Callable, arrays: Sequence[jax.Array]) -> tuple[Ca
     return program(fn, arrays, gradients=True), [dout, *arrays]
 
 
-def programs(point: Point, arrays: Sequence[jax.Array], tune: bool) -> tuple[dict[str, Any], dict[str, Any], float]:
+def programs(
+    point: Point, arrays: Sequence[jax.Array], options: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, Any], float]:
     """Each contender compiled with its arguments bound, the programs alone, and the seconds of tuning."""
     runs, compiled, seconds = {}, {}, 0.0
     ours = {b: functools.partial(point.ours, backend=b) for b in ("xla", "triton")}
@@ -219,11 +222,13 @@ def programs(point: Point, arrays: Sequence[jax.Array], tune: bool) -> tuple[dic
         try:
             step, given = lowered(point, fn, arrays)
             if name == "tuned":
-                if not tune:
+                if options.no_tune:
                     continue
                 begun = time.monotonic()
                 result = ops.autotune_lowered(ops.ConfigSelectorChain(), step.lower(*given))
                 seconds = time.monotonic() - begun
+                if options.results:
+                    result.save(options.results / f"{point.op}_{'_'.join(point.name.split())}.json")
                 made = result.compile(step, *given)
             else:
                 made = step.lower(*given).compile()
@@ -247,7 +252,7 @@ def timed(runs: dict[str, Any], rounds: int) -> dict[str, list[float]]:
 def measure(point: Point, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of a point."""
     arrays = arrays_of(point)
-    runs, compiled, seconds = programs(point, arrays, not options.no_tune)
+    runs, compiled, seconds = programs(point, arrays, options)
     copied = jnp.ones(_COPIED // 2 if not options.smoke else 64, BF16)
     copy = jax.jit(jnp.negative)
     runs["copy"] = lambda: copy(copied)
@@ -284,6 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-tune", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes")
+    parser.add_argument("--results", type=Path, help="a folder for what tuning found of each point")
     parser.add_argument("--out", type=Path, default=None, help="default docs/benchmarks/ops_<card>.csv")
     options = parser.parse_args(arguments)
     known = points(options.smoke)

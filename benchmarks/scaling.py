@@ -38,7 +38,12 @@ from ejkernel_ops.execution.measure import spread
 
 AXES = ("data", "fsdp", "model")
 ROWS = ("data", "fsdp")  # the mesh axes that split a batch
-COLUMNS, PARTS = ("query", "key", "value", "up", "gate", "head"), ("out", "down")  # of weights, over `model`
+# Weights by what `model` splits of them.
+BY_COLUMNS, BY_ROWS = ("query", "key", "value", "up", "gate", "head"), ("out", "down")
+COLUMNS = (
+    "model", "mesh", "devices", "way", "batch", "length", "ms", "spread", "against", "speedup", "tokens_per_s",
+    "efficiency", "gib_a_device",
+)  # fmt: skip
 
 
 class TensorBlock(Block):
@@ -93,9 +98,9 @@ def spec_of(path: Any, shape: tuple[int, ...], mesh: Mesh) -> P:
     """How a parameter, or what an optimizer keeps of it, is split: by its layer over `model`, then over `fsdp`."""
     keys = {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
     spec: list[Any] = [None] * len(shape)
-    if len(shape) == 2 and (keys & {*COLUMNS, *PARTS, "embed"}):
-        spec[0 if keys & {*PARTS, "embed"} else 1] = "model"
-    elif len(shape) == 1 and keys & set(COLUMNS):
+    if len(shape) == 2 and (keys & {*BY_COLUMNS, *BY_ROWS, "embed"}):
+        spec[0 if keys & {*BY_ROWS, "embed"} else 1] = "model"
+    elif len(shape) == 1 and keys & set(BY_COLUMNS):
         spec[0] = "model"
     free = [i for i, axis in enumerate(spec) if axis is None and shape[i] % mesh.shape["fsdp"] == 0]
     if len(shape) == 2 and free:
@@ -104,7 +109,10 @@ def spec_of(path: Any, shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def sharded_step(size: Size, ways: Ways, mesh: Mesh) -> tuple[Callable[[], Any], Callable, list[Any]]:
-    """What makes the parameters with their optimizer's state in parts, the jitted step, and the types of its inputs."""
+    """What makes the parameters with their optimizer's state in parts, the jitted step, and the types of its inputs.
+
+    They are made layer by layer on one device: as one program, XLA computes its random numbers for minutes in advance.
+    """
     rows = NamedSharding(mesh, P(ROWS))
 
     def built() -> Any:
@@ -125,7 +133,9 @@ def sharded_step(size: Size, ways: Ways, mesh: Mesh) -> tuple[Callable[[], Any],
         leaves = jax.tree.leaves(nnx.state((model, optimizer)))
         return [jax.lax.with_sharding_constraint(x, s) for x, s in zip(leaves, shardings)], loss
 
-    start = jax.jit(lambda: jax.tree.leaves(built()[1]), out_shardings=shardings)
+    def start() -> Any:
+        return [jax.device_put(x, s) for x, s in zip(jax.tree.leaves(built()[1]), shardings)]
+
     return start, jax.jit(step, donate_argnums=0), [types, tokens]
 
 
@@ -183,9 +193,9 @@ def of_mesh(model: str, text: str, ways: list[str], options: argparse.Namespace)
 
 def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with tokens per second and device over those of the same way on one device."""
-    alone = {row["way"]: row["tokens_per_s"] for row in rows if row["devices"] == 1}
+    alone = {row["way"]: row["tokens_per_s"] for row in rows if row["devices"] == 1 and row.get("tokens_per_s")}
     for row in rows:
-        if row["devices"] > 1 and row["way"] in alone:
+        if row["devices"] > 1 and row.get("tokens_per_s") and row["way"] in alone:
             row["efficiency"] = round(row["tokens_per_s"] / row["devices"] / alone[row["way"]], 3)
     return rows
 
@@ -225,6 +235,13 @@ def ring_rows(length: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def merge(out: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes the rows in place of those of the same model and mesh."""
+    new = {(row["model"], row["mesh"]) for row in rows}
+    kept = [row for row in read_rows(out) if (row["model"], row["mesh"]) not in new]
+    write_rows(out, kept + [{key: row.get(key, "") for key in COLUMNS} | about() for row in rows])
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=sorted(SIZES), nargs="?", default="llama-1b")
@@ -236,15 +253,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps of a round")
     parser.add_argument("--out", type=Path, help="default docs/benchmarks/scaling_<card>.csv")
     options = parser.parse_args(arguments)
-    rows = [row for text in options.meshes for row in of_mesh(options.model, text, options.ways, options)]
-    rows = with_efficiency(rows) + (ring_rows(options.ring, options) if options.ring else [])
-    for row in rows:
-        print(*(f"{key}={value}" for key, value in row.items()), flush=True)
     out = options.out or Path(f"docs/benchmarks/scaling_{card()}.csv")
-    new = {(row["model"], row["mesh"]) for row in rows}
-    kept = [row for row in read_rows(out) if (row["model"], row["mesh"]) not in new]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    write_rows(out, kept + [{key: row.get(key, "") for key in columns} | about() for row in rows])
+    measured = [functools.partial(of_mesh, options.model, text, options.ways, options) for text in options.meshes]
+    measured += [functools.partial(ring_rows, options.ring, options)] if options.ring else []
+    rows: list[dict[str, Any]] = []
+    for measure in measured:  # written after each: a machine's time may end
+        before, rows = len(rows), with_efficiency(rows + measure())
+        for row in rows[before:]:
+            print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+        merge(out, rows)
 
 
 if __name__ == "__main__":

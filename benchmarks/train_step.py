@@ -3,6 +3,7 @@
     python benchmarks/train_step.py gpt2-small
     python benchmarks/train_step.py llama-1b --profile
     python benchmarks/train_step.py gpt2-small --follow 200
+    python benchmarks/train_step.py gpt2-small --result benchmarks/measured/gpt2_small.json
 
 Needs a GPU; `smoke` as the model, with `--ways stock_xla ours`, tries the script on a CPU. All models have the same
 parameters, of which one set is trained: in turns for the times, once a model for `--follow`, which writes the losses.
@@ -144,6 +145,7 @@ class Ways:
     loss: Callable = stock_loss
     add_norm: Callable = stock_add_norm
     swapped: bool = False
+    dtype: Any = jnp.bfloat16  # that is computed in; parameters are float32
 
 
 def our_rotary(x):
@@ -153,6 +155,7 @@ def our_rotary(x):
 
 OURS = Ways(our_attention, our_rotary, our_mlp, our_loss, our_add_norm, swapped=True)
 WAYS = {
+    "stock_float32": Ways(stock_attention("xla"), dtype=jnp.float32),
     "stock_xla": Ways(stock_attention("xla")),
     "stock_cudnn": Ways(stock_attention("cudnn")),
     "swapped": Ways(our_attention, loss=our_loss, swapped=True),
@@ -166,10 +169,10 @@ class Block(nnx.Module):
     def __init__(self, size: Size, ways: Ways, rngs: nnx.Rngs):
         self.size, self.ways = size, ways
         norm = nnx.RMSNorm if size.llama else nnx.LayerNorm
-        self.norm1, self.norm2 = (norm(size.width, dtype=jnp.bfloat16, rngs=rngs) for _ in range(2))
+        self.norm1, self.norm2 = (norm(size.width, dtype=ways.dtype, rngs=rngs) for _ in range(2))
 
         def dense(inputs: int, outputs: int) -> nnx.Linear:
-            return nnx.Linear(inputs, outputs, use_bias=not size.llama, dtype=jnp.bfloat16, rngs=rngs)
+            return nnx.Linear(inputs, outputs, use_bias=not size.llama, dtype=ways.dtype, rngs=rngs)
 
         self.qkv, self.out = dense(size.width, 3 * size.width), dense(size.width, size.width)
         self.up, self.down = dense(size.width, size.hidden), dense(size.hidden, size.width)
@@ -190,10 +193,10 @@ class Gpt(nnx.Module):
 
     def __init__(self, size: Size, ways: Ways, rngs: nnx.Rngs):
         self.ways = ways
-        self.embed = nnx.Embed(size.vocab, size.width, dtype=jnp.bfloat16, rngs=rngs)
+        self.embed = nnx.Embed(size.vocab, size.width, dtype=ways.dtype, rngs=rngs)
         self.blocks = nnx.List([Block(size, ways, rngs) for _ in range(size.layers)])
-        self.norm = nnx.RMSNorm(size.width, dtype=jnp.bfloat16, rngs=rngs)
-        self.head = nnx.Linear(size.width, size.vocab, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        self.norm = nnx.RMSNorm(size.width, dtype=ways.dtype, rngs=rngs)
+        self.head = nnx.Linear(size.width, size.vocab, use_bias=False, dtype=ways.dtype, rngs=rngs)
 
     def loss(self, tokens):
         """Mean loss of the tokens that follow."""
@@ -256,18 +259,20 @@ class Contender:
         return state, jax.block_until_ready(jnp.stack(losses))
 
 
-def contenders(size: Size, names: list[str], tune: bool) -> tuple[list[Contender], list[jax.Array]]:
+def contenders(size: Size, options: argparse.Namespace) -> tuple[list[Contender], list[jax.Array]]:
     """Each way compiled, ours as it is and tuned; also what to start from."""
     found, start = [], []
     tokens = tokens_of(size, 0)
-    for name in names:
+    for name in options.ways:
         start, step = start_and_step(size, WAYS[name])
         found.append(Contender(name, step.lower(start, tokens).compile()))
-        if WAYS[name].swapped and tune:
+        if WAYS[name].swapped and not options.no_tune:
             begun = time.monotonic()
             result = ejlayers.tune(step, start, tokens, whole_step=False, progress=False)
             seconds = time.monotonic() - begun
             print(result, flush=True)
+            if options.result:
+                result.save(options.result)
             found.append(Contender(f"{name}_tuned", result.compile(step, start, tokens), seconds))
     return found, start
 
@@ -369,11 +374,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-tune", action="store_true", help="ours as it is, without tuning")
     parser.add_argument("--profile", action="store_true", help="also print the kernels of each, by kind")
     parser.add_argument("--follow", type=int, default=0, help="instead of times, losses of so many steps")
+    parser.add_argument("--result", type=Path, help="a file for what tuning found")
     parser.add_argument("--out", type=Path, help="default docs/benchmarks/train_step_<card>.csv")
     options = parser.parse_args(arguments)
     size = SIZES[options.model]
     out = options.out or Path(f"docs/benchmarks/train_step_{card()}.csv")
-    found, state = contenders(size, options.ways, not options.no_tune)
+    found, state = contenders(size, options)
     if options.follow:
         return follow(options.model, size, found, options.follow, out.with_stem(f"{out.stem}_losses"))
     tokens, parameters = tokens_of(size, 0), num_parameters(size)

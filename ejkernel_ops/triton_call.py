@@ -21,6 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from .environment import unchanged
+from .triton_target import record_in_graphs
 from .utils.varying import equally_varying
 
 _HOPPER = 90  # what code is compiled for where no GPU can be asked
@@ -162,6 +163,10 @@ def _lower_compiled(context: Any, *operands: Any, **params: Any) -> Any:
         return mlir.lower_fun(_compiled, multiple_results=True)(context, *operands, **params)
 
 
+def _lower_for_graphs(context: Any, *operands: Any, **params: Any) -> Any:
+    return record_in_graphs(_lower_compiled(context, *operands, **params))
+
+
 def _lower_interpreted(context: Any, *operands: Any, launch: _Launch) -> Any:
     from .triton_interpreter import interpret
 
@@ -180,8 +185,8 @@ triton_call_p.multiple_results = True
 triton_call_p.def_impl(_eager)
 triton_call_p.def_abstract_eval(lambda *_, launch: [ShapedArray(t.shape, t.dtype) for t in launch.out_types])
 mlir.register_lowering(triton_call_p, _lower_interpreted, platform="cpu")
-for _platform in ("cuda", "rocm"):
-    mlir.register_lowering(triton_call_p, _lower_compiled, platform=_platform)
+mlir.register_lowering(triton_call_p, _lower_for_graphs, platform="cuda")
+mlir.register_lowering(triton_call_p, _lower_compiled, platform="rocm")
 
 
 def _compute_capability() -> int | None:

@@ -27,6 +27,7 @@ from ejkernel_ops import (
 from ejkernel_ops.config.selection import heuristic
 from ejkernel_ops.kernels.attention.triton_spec import dot_precision
 from ejkernel_ops.registry import find_call
+from ejkernel_ops.triton_target import TARGETS
 from ejkernel_ops.utils.meta import call_sites, split_label
 
 from .attention_cases import EMPTY, HIDDEN, cotangents_of, inputs, judge, neutral, run, static
@@ -311,7 +312,7 @@ def test_the_program_for_a_gpu_has_the_kernels_and_says_what_they_run_with():
 
 def test_a_program_can_be_exported_for_a_gpu():
     pytest.importorskip("flatbuffers")
-    checks = [jax.export.DisabledSafetyCheck.custom_call(n) for n in ("triton_kernel_call", "triton_kernel_call_ffi")]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(n) for n in TARGETS]
     arrays = qkv()[0]
     exported = jax.export.export(jax.jit(small()), platforms=["cuda"], disabled_checks=checks)(*arrays)
     again = jax.export.deserialize(exported.serialize())

@@ -25,6 +25,7 @@ from ejkernel_ops import (
     layer_norm,
     rms_norm,
 )
+from ejkernel_ops.triton_target import TARGETS
 
 from . import test_gated_linear as gated_linear
 from . import test_linear as linear
@@ -376,10 +377,36 @@ def test_a_program_of_one_device_is_tritons_however_many_there_are():
 
 @pytest.mark.cpu
 def test_what_xla_shares_out_alone_is_xlas():
-    checks = [jax.export.DisabledSafetyCheck.custom_call(f"triton_kernel_call{end}") for end in ("", "_ffi")]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
     exported = jax.export.export(jax.jit(rms_norm), platforms=["cuda"], disabled_checks=checks)
     x = jax.ShapeDtypeStruct((8, 32), jnp.float32)
     assert "triton_kernel" in exported(x).mlir_module()
     mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
     split = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, jax.P("data")))
     assert "triton_kernel" not in exported(split).mlir_module()
+
+
+# What has no kernel
+
+
+DERIVATIVES = {
+    "forward": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+    "second": lambda f: jax.grad(lambda x: (jax.grad(f)(x) ** 2).sum()),
+}
+MAPS = {
+    "rms_norm": lambda x: rms_norm(x, jnp.ones(32), backend="triton"),
+    "linear": lambda x: ops.linear(x, jnp.ones((32, 16)), activation="gelu", backend="triton"),
+    "gated_linear": lambda x: ops.gated_linear(x, jnp.ones((32, 16)), jnp.ones((32, 16)), backend="triton"),
+    "rotary_embedding": lambda x: ops.rotary_embedding(x[None, :, None], jnp.arange(8), backend="triton"),
+    "linear_cross_entropy": lambda x: ops.linear_cross_entropy(
+        x, jnp.ones((32, 64)), jnp.zeros(8, jnp.int32), backend="triton"
+    ),
+}
+
+
+@pytest.mark.parametrize("order", DERIVATIVES)
+@pytest.mark.parametrize("name", MAPS)
+def test_derivatives_that_kernels_do_not_have_are_refused_with_what_to_do(name, order):
+    f = DERIVATIVES[order](lambda x: MAPS[name](x).sum())
+    with pytest.raises(ops.UnsupportedError, match=rf"{name}\w*@v1 runs on the 'triton' .* pass backend='xla'"):
+        jax.jit(f)(jnp.ones((8, 32)))

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec
 pytest.importorskip("triton", reason="Triton is not installed; it exists for Linux only")
 
 from ejkernel_ops import triton_call as module
+from ejkernel_ops import triton_target
 from ejkernel_ops.triton_call import triton_call, unavailable
 
 from . import triton_kernels as kernels
@@ -186,10 +188,31 @@ def test_a_product_lowers_in_each_type():
 
 
 def test_export_for_cuda_contains_the_call():
-    target = "triton_kernel_call_ffi" if hasattr(module._jax_triton(), "TritonFunction") else "triton_kernel_call"
-    checks = [jax.export.DisabledSafetyCheck.custom_call(target)]
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in triton_target.TARGETS]
     exported = jax.export.export(jax.jit(added), platforms=["cuda"], disabled_checks=checks)(normal(64), normal(64))
-    assert target in exported.mlir_module()
+    assert "triton_kernel_call" in exported.mlir_module()
+
+
+def test_where_jaxlib_loads_kernels_ahead_the_call_is_one_that_graphs_hold(monkeypatch):
+    own, typed = f"@{triton_target.TARGET}(", "api_version = 4"
+    text = lowered_for_cuda(added, normal(64), normal(64))
+    assert (own in text) == (triton_target._handlers() is not None)
+    assert (own in text) <= (typed in text and "opaque = " in text)
+    monkeypatch.setattr(triton_target, "registered", lambda: False)
+    text = lowered_for_cuda(lambda x, y: added(x, y), normal(64), normal(64))
+    assert own not in text
+    assert "triton_kernel_call" in text
+
+
+@pytest.mark.parametrize(("stages", "fit"), [
+    (["initialize", "execute"], True), (["instantiate", "initialize", "execute"], True),
+    (["instantiate", "execute"], False), (["execute"], False), (None, False),
+])  # fmt: skip
+def test_only_kernels_that_are_loaded_before_their_launch_are_recorded(monkeypatch, stages, fit):
+    found = {} if stages is None else {"triton_kernel_call_ffi": dict.fromkeys(stages, "capsule")}
+    library = types.SimpleNamespace(registrations=lambda: found)
+    monkeypatch.setattr(triton_target, "gpu_triton", types.SimpleNamespace(_cuda_triton=library))
+    assert (triton_target._handlers() is not None) == fit
 
 
 def test_unused_calls_leave_the_program():

@@ -27,14 +27,12 @@ from ..core.invocation import Invocation
 from ..core.kernel import KERNELS
 from ..errors import ConfigError, DeviceLostError, TuningError
 from ..registry import call_from_plain
+from ..triton_target import TARGETS
 from .bench import Bench
 from .check import program
 from .failures import first_line
 from .isolation import send
 from .trial import Trial
-
-# Triton kernels, by way of either version of jax-triton.
-_CUSTOM_CALLS = ("triton_kernel_call", "triton_kernel_call_ffi")
 
 
 class _Lowerer:
@@ -51,7 +49,7 @@ class _Lowerer:
 
     def lower(self, config: dict[str, Any]) -> str:
         run = jax.jit(program(self.inv, _config(self.inv, config)))
-        trusted = [jax.export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS]
+        trusted = [jax.export.DisabledSafetyCheck.custom_call(name) for name in TARGETS]
         exported = jax.export.export(run, platforms=[self.platform], disabled_checks=trusted)(*self.inv.operands)
         return base64.b64encode(exported.serialize()).decode()
 
