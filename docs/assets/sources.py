@@ -1,6 +1,7 @@
 """What pages link to outside of this folder is in the site too: `../examples/own_kernel.py` as a page that shows it.
 
-So links are relative paths of the repository, which work wherever it is read, and the site names no host.
+So links are relative paths of the repository, which work wherever it is read, and the site names no host. What a fence
+says that a block needs, as in "```python gpu", is its title.
 """
 
 import os
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PROSE = ("CHANGELOG.md",)  # pages of the site that are not in this folder
 LINK = re.compile(r"(\]\()([^)#\s:]+)(?=[#)])")
+NEEDS = re.compile(r"^( *```python) (\w+)$", re.MULTILINE)
 BLOCK = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -31,7 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Makes links between files links between pages of the site."""
+    """Makes links between files links between pages of the site, and what blocks need titles."""
     if page.file.abs_src_path is None:
         return markdown
     folder, place = Path(page.file.abs_src_path).parent, Path(page.file.src_uri).parent
@@ -41,7 +43,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return match[1] + os.path.relpath(_place(path), place) if path.is_file() else match[0]
 
     parts = BLOCK.split(markdown)  # text, block, text ...
-    return "".join(part if i % 2 else LINK.sub(moved, part) for i, part in enumerate(parts))
+    parts[::2] = [LINK.sub(moved, text) for text in parts[::2]]
+    parts[1::2] = [NEEDS.sub(r'\1 title="needs \2"', block) for block in parts[1::2]]
+    return "".join(parts)
 
 
 def _linked(page: File) -> list[Path]:
@@ -60,4 +64,4 @@ def _place(path: Path) -> str:
 
 def _shown(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
-    return f"# {name}\n\n````{path.suffix.removeprefix('.') or 'text'}\n{path.read_text()}\n````\n"
+    return f"---\nhide: [navigation, toc]\n---\n\n# {name}\n\n````{path.suffix.removeprefix('.') or 'text'}\n{path.read_text()}\n````\n"
