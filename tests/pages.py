@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-import textwrap
 import unicodedata
 from pathlib import Path
 
@@ -55,7 +54,7 @@ def parsed(page):
         elif opened is None:
             prose.append((number, line))
         elif fence and fence[2] == opened[2] and not fence[3]:
-            code = textwrap.dedent("\n".join(lines[begun : number - 1])) + "\n"
+            code = "".join(f"{text.removeprefix(opened[1])}\n" for text in lines[begun : number - 1])
             blocks.append(Block(page, begun + 1, opened[3], opened[4], code))
             opened = None
     if opened is not None:

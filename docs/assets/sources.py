@@ -63,5 +63,5 @@ def _place(path: Path) -> str:
 
 
 def _shown(path: Path) -> str:
-    name = path.relative_to(ROOT).as_posix()
-    return f"---\nhide: [navigation, toc]\n---\n\n# {name}\n\n````{path.suffix.removeprefix('.') or 'text'}\n{path.read_text()}\n````\n"
+    name, language = path.relative_to(ROOT).as_posix(), path.suffix.removeprefix(".") or "text"
+    return f"---\nhide: [navigation, toc]\n---\n\n# {name}\n\n````{language}\n{path.read_text()}\n````\n"
