@@ -14,7 +14,7 @@ from ejkernel_ops.environment import VARIABLES
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("ejkernel_ops", "ejlayers", "ejlayers.nnx", "ejlayers.linen", "ejlayers.equinox")
-VALUES = {"LABEL_PREFIXES", "LABEL_RE", "Cfg", "Out"}  # public names without a docstring
+VALUES = {"LABEL_PREFIXES", "LABEL_RE", "Cfg", "Out"}  # public names that are no functions or classes
 OPS = ("flash_attention", "linear", "rotary_embedding")
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example|Source):", re.MULTILINE)
 SOURCES = sorted(path for package in ("ejkernel_ops", "ejlayers") for path in (ROOT / package).rglob("*.py"))
