@@ -13,12 +13,13 @@ import types
 from contextlib import redirect_stdout
 
 import pytest
-import test_reference
 import typer
-from pages import MARKS, PAGES, ROOT, anchors, blocks, commands, links, name, parsed, spans
 
 from ejkernel_ops.__main__ import app
 from ejkernel_ops.core.kernel import KERNELS
+
+from . import test_reference
+from .pages import MARKS, PAGES, ROOT, anchors, blocks, commands, links, name, parsed, spans
 
 WITH_CODE = [page for page in PAGES if blocks(page, "python")]
 REFERENCE = sorted((ROOT / "docs/reference").glob("*.md"))

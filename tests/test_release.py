@@ -1,13 +1,16 @@
 """Wheel and sdist hold what they should, and the wheel runs with one framework, with the other, and with none."""
 
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pytest
-from pages import ROOT
-from release_check import run
+
+from .pages import ROOT
+from .release_check import run
 
 build = pytest.importorskip("hatchling.build")
 pytestmark = pytest.mark.once
@@ -64,3 +67,16 @@ def test_wheel_runs_with(built, tmp_path, extra):
     before = MISSING.format(missing=FRAMEWORKS[extra], path=path)
     done = run(sys.executable, extra, tmp_path, before, path)
     assert done.returncode == 0, done.stderr
+
+
+def test_changelog_has_this_version_in_the_form_of_keep_a_changelog():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    unreleased, *versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert unreleased == "[Unreleased]"
+    numbers = [re.fullmatch(r"\[(\d+)\.(\d+)\.(\d+)\] - \d{4}-\d\d-\d\d", version) for version in versions]
+    assert all(numbers), versions
+    in_order = [tuple(map(int, number.groups())) for number in numbers]
+    assert in_order == sorted(set(in_order), reverse=True)
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == ".".join(map(str, in_order[0]))
+    sections = re.findall(r"^### (.*)$", text, re.MULTILINE)
+    assert set(sections) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}

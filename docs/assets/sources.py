@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PROSE = ("CHANGELOG.md",)  # pages of the site that are not in this folder
+PROSE = ("CHANGELOG.md", "CONTRIBUTING.md")  # pages of the site that are not in this folder
 LINK = re.compile(r"(\]\()([^)#\s:]+)(?=[#)])")
 NEEDS = re.compile(r"^( *```python) (\w+)$", re.MULTILINE)
 BLOCK = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
