@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 import pytest
 import typer
 
+from ejkernel_ops import clear_invocations
 from ejkernel_ops.__main__ import app
 from ejkernel_ops.core.kernel import KERNELS
 
@@ -44,8 +45,9 @@ def wrong(page, findings):
 
 @pytest.fixture
 def as_found(monkeypatch, tmp_path):
-    """A folder of its own, with an environment and kernels as they were before."""
+    """A folder of its own, no call recorded; environment and kernels are afterwards what they were before."""
     environment, kernels = dict(os.environ), dict(KERNELS)
+    clear_invocations()
     monkeypatch.chdir(tmp_path)
     os.environ |= {"COLUMNS": "160", "EJKERNEL_CACHE_DIR": str(tmp_path / "cache")}
     yield
