@@ -67,17 +67,15 @@ def blocks(page, *languages):
     return [block for block in parsed(page)[0] if block.language in languages]
 
 
-def commands(page):
-    """Lines of shell blocks, and code in the text, as `(number, text)`."""
-    found = [(number, span) for number, line in parsed(page)[1] for span in _SPAN.findall(line)]
-    for block in blocks(page, *SHELL):
-        found += enumerate(map(str.strip, block.code.splitlines()), block.line)
-    return found
-
-
 def spans(page):
     """Code in the text of a page, as `(number, text)`."""
     return [(number, span) for number, line in parsed(page)[1] for span in _SPAN.findall(line)]
+
+
+def commands(page):
+    """Code in the text of a page, and lines of its shell blocks, as `(number, text)`."""
+    lines = [(n, line.strip()) for b in blocks(page, *SHELL) for n, line in enumerate(b.code.splitlines(), b.line)]
+    return spans(page) + lines
 
 
 def links(page):
