@@ -1,4 +1,4 @@
-# Two commands do all of their own set-up: `make train` and `make test`.
+# Every command does all of its own set-up: `make train`, `make test`.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,22 +8,29 @@ NODEPS := constraints/nodeps-python$(VERSION).txt
 ifeq ($(wildcard $(CONSTRAINTS)),)
 $(error $(PYTHON) is Python $(VERSION); supported: $(patsubst constraints/python%.txt,%,$(wildcard constraints/python*)). Pass PYTHON=python3.12, say)
 endif
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 ARGS ?=
 
-.PHONY: help install train test fuzz kernels lint types bench clean
+.PHONY: help install train test fuzz kernels lint types bench docs docs-serve dist release-check clean
 
 help:
 	@echo 'make train   swap, tune and train a byte-level GPT on real text (ARGS="--size small --compare" ...)'
 	@echo 'make test    run the tests;  make kernels: compile every candidate of the GPU kernels;  make fuzz: damage files'
 	@echo 'make lint    ruff;  make types: pyright;  make bench: the CPU benchmarks'
+	@echo 'make docs    the site, into site/;  make docs-serve: shows it while you write'
+	@echo 'make dist    wheel and sdist, into dist/;  make release-check: installs the wheel alone, and runs it'
 
 install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS) $(NODEPS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev$(GPU)]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $(NODEPS)
+	$(PIP) --editable '.[dev$(GPU)]'
+	$(PIP) --no-deps --requirement $(NODEPS)
+	@touch $@
+
+$(VENV)/installed-%: pyproject.toml $(CONSTRAINTS) | install
+	$(PIP) --editable '.[$*]'
 	@touch $@
 
 train: install
@@ -50,5 +57,21 @@ bench: install
 	$(BIN)/python benchmarks/attention_cpu.py
 	for op in linear gated_linear norm rotary linear_cross_entropy; do $(BIN)/python benchmarks/$${op}_cpu.py || exit 1; done
 
+docs docs-serve: export NO_MKDOCS_2_WARNING = 1 # an advertisement
+
+docs: $(VENV)/installed-docs
+	$(BIN)/mkdocs build --strict
+
+docs-serve: $(VENV)/installed-docs
+	$(BIN)/mkdocs serve $(ARGS)
+
+dist: $(VENV)/installed-release
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+
+release-check: dist
+	$(BIN)/python tests/release_check.py dist $(CONSTRAINTS)
+
 clean:
-	rm -rf $(VENV) runs dist build
+	rm -rf $(VENV) runs dist build site

@@ -40,15 +40,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in FRAMEWORKS:
-        try:
-            return importlib.import_module(f".{name}", __name__)
-        except ModuleNotFoundError as error:
-            if error.name not in ("flax", "equinox"):
-                raise
-            raise ModuleNotFoundError(
-                f"ejlayers.{name} needs {error.name}, which is not installed: pip install 'ejlayers[{error.name}]'",
-                name=error.name,
-            ) from None
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module 'ejlayers' has no attribute {name!r}")
 
 

@@ -21,6 +21,18 @@ FRAMEWORKS = tuple(name.split(".")[1] for name in _OURS.values())
 _MODULES = tuple(f"{name}.Module" for name in _OURS)
 
 
+def require(framework: str, module: str) -> None:
+    """Imports the framework of a module of layers, or says how to get it."""
+    try:
+        importlib.import_module(framework)
+    except ModuleNotFoundError as error:
+        if error.name != framework:
+            raise
+        raise ModuleNotFoundError(
+            f"{module} needs {framework}, which is not installed: pip install 'ejlayers[{framework}]'", name=framework
+        ) from None
+
+
 class Adapter(Protocol):
     """What is done around models of one framework.
 

@@ -59,6 +59,7 @@ def pytest_collection_modifyitems(config, items):
 # Shared by tests; none themselves.
 collect_ignore = [
     "attention_cases.py", "cache_processes.py", "compile_for_h100s.py", "compiled.py", "fakes.py", "fuzzed.py",
-    "loaded_results.py", "nnx_models.py", "ops.py", "partitioned_blocks.py", "process_of_two.py", "reference.py",
+    "loaded_results.py", "nnx_models.py", "ops.py", "pages.py", "partitioned_blocks.py", "process_of_two.py",
+    "reference.py", "release_check.py",
     "told.py", "train_of_two.py", "triton_kernels.py", "triton_scale.py", "two_processes.py", "wild.py",
 ]  # fmt: skip

@@ -95,9 +95,10 @@ def test_inputs_of_too_few_axes_are_named():
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("form", ["import ejlayers; ejlayers.{}", "import ejlayers.{}", "from ejlayers import {}"])
 @pytest.mark.parametrize(("name", "package"), [("nnx", "flax"), ("linen", "flax"), ("equinox", "equinox")])
-def test_a_missing_framework_says_what_to_install(name, package):
-    code = f"import sys; sys.modules[{package!r}] = None\nimport ejlayers\nejlayers.{name}"
+def test_a_missing_framework_says_what_to_install(name, package, form):
+    code = f"import sys; sys.modules[{package!r}] = None\n{form.format(name)}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"ejlayers.{name} needs {package}, which is not installed: pip install 'ejlayers[{package}]'" in done.stderr
 

@@ -1,15 +1,11 @@
-"""The project as a newcomer meets it: README, examples, imports."""
+"""The project as a newcomer meets it: imports, an example."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
-README_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
 def python(*arguments, cwd=ROOT, **env):
@@ -17,12 +13,6 @@ def python(*arguments, cwd=ROOT, **env):
         [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300,
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"} | env,
     )  # fmt: skip
-
-
-def test_readme_code_runs(tmp_path):
-    assert README_BLOCKS
-    done = python("-c", "\n".join(README_BLOCKS), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 def test_import_touches_no_file_no_environment_no_device_and_no_framework():
@@ -46,21 +36,6 @@ def test_own_kernel_example_tunes_both_directions(monkeypatch):
     result = own_kernel.main()
     assert sorted(e.op_id_v for e in result.entries) == ["swiglu@v1", "swiglu_bwd@v1"]
     assert any("pallas needs" in t.reason for e in result.entries for t in e.trials)
-
-
-def test_docs_code_runs(tmp_path):
-    for page in ("own_kernel.md", "forms.md", "ops.md", "sharing.md", "caches.md", "several_devices.md"):
-        code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL))
-        done = python("-c", code, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
-def test_tests_that_the_docs_name_exist(page):
-    file = ""
-    for named, test in re.findall(r"`(test_\w+\.py)?::(test_\w+)`", page.read_text()):
-        file = named or file
-        assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), f"{page.name} names {file}::{test}"
 
 
 def test_no_kernel_tunes_itself_when_it_is_launched():

@@ -14,11 +14,14 @@ from ..errors import LabelError
 from .labelled import labelled
 
 LABEL_PREFIXES = (DEFAULT_PREFIX,)
+"""What labels begin with where `EJKERNEL_OPS_PREFIX` is not set."""
+
 SHARED = "ejkernel_shared"  # what a call is marked with that XLA shares out over devices: a label of its whole shapes
 _LABEL = r"(?P<op>[A-Za-z0-9_.-]{1,64}@v[A-Za-z0-9_.-]{1,32}):(?P<key>[0-9a-f]{16})"
 _LABEL_OR_SCOPE = r"(?P<op>[A-Za-z0-9_.-]{1,64})[@~]v(?P<version>[A-Za-z0-9_.-]{1,32})[:~](?P<key>[0-9a-f]{16})"
 OTHER_LABEL = re.compile(r'ejkernel_call = "([A-Za-z0-9_.-]{1,63}#[^"]*)"')
 LABEL_RE = re.compile(r"ejkernel_ops#" + _LABEL)
+"""A label with the prefix of `LABEL_PREFIXES`; its groups are `op`, such as `linear@v1`, and `key`, 16 hex digits."""
 
 
 def label(op_id_v: str, call_hash: str | None = None, prefix: str | None = None) -> Any:

@@ -1,5 +1,9 @@
 """The layers for Equinox, under the names of those they replace."""
 
+from ..frameworks import require as _require
+
+_require("equinox", __name__)  # first: it says what to install
+
 from .attention import Attention as Attention
 from .attention import Cache as Cache
 from .head import LMHead as LMHead

@@ -8,6 +8,10 @@ model runs: a rule that matches none is an error in `init` (without a `method`) 
 modules under `nn.jit` differ whose fields are equal, for they share a trace: what rules say of the first holds for all.
 """
 
+from ..frameworks import require as _require
+
+_require("flax", __name__)  # first: it says what to install
+
 from .attention import Attention as Attention
 from .embed import Embed as Embed
 from .head import LMHead as LMHead

@@ -1,5 +1,9 @@
 """The layers for Flax NNX, under the names of those they replace."""
 
+from ..frameworks import require as _require
+
+_require("flax", __name__)  # first: it says what to install
+
 from .attention import Attention as Attention
 from .embed import Embed as Embed
 from .head import LMHead as LMHead
