@@ -1,0 +1,73 @@
+"""What the pages of `docs` say: their tables are what was measured, and what they print is printed."""
+
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.once
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+_BLOCK = re.compile(r'^```(python|text title="printed")\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+PRINTING = [page for page in DOCS if 'title="printed"' in page.read_text()]
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import docs_tables
+
+    return docs_tables
+
+
+def test_tables_are_what_was_measured(tables):
+    assert tables.main(["--check"]) == 0
+
+
+def test_a_number_that_was_changed_by_hand_is_found_and_written_anew(tables, monkeypatch, tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: overhead -->\n| what | 7 |\n<!-- end -->\nmore")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "pages", lambda: [page])
+    assert tables.main(["--check"]) == 1
+    assert "-| what | 7 |" in capsys.readouterr().out
+    assert tables.main([]) == 0
+    assert "| recording, us | 2.5" in page.read_text()
+    assert page.read_text().endswith("<!-- end -->\nmore")
+    assert tables.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- table: speed -->\n<!-- end -->", "table 'speed' is not known; expected one of attention_cpu"),
+        ("<!-- table: overhead -->\n", "is not followed by"),
+    ],
+)
+def test_a_table_that_cannot_be_made_is_an_error(tables, text, message):
+    with pytest.raises(SystemExit, match=message):
+        tables.with_tables(text, ROOT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PRINTING, ids=lambda page: page.name)
+def test_what_a_page_shows_as_printed_is_printed(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    names, printed, shown = {"__name__": page.stem}, "", 0
+    for kind, text in _BLOCK.findall(page.read_text()):
+        if kind == "python":
+            with redirect_stdout(io.StringIO()) as out:
+                exec(compile(text, page.name, "exec"), names)
+            printed = out.getvalue()
+        else:
+            assert _lines(printed) == _lines(text)
+            shown += 1
+    assert shown == page.read_text().count('title="printed"')
+
+
+def _lines(text):
+    return [line.rstrip() for line in text.strip("\n").splitlines()]
