@@ -1,11 +1,14 @@
 """What the pages of `docs` say: their tables are what was measured, and what they print is printed."""
 
+import ast
 import io
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+
+from ejkernel_ops import errors
 
 pytestmark = pytest.mark.once
 
@@ -71,3 +74,44 @@ def test_what_a_page_shows_as_printed_is_printed(page, monkeypatch, tmp_path):
 
 def _lines(text):
     return [line.rstrip() for line in text.strip("\n").splitlines()]
+
+
+# Troubleshooting
+
+MESSAGES = ("Finding", "warn")  # called with one
+REASONS = ("_wrong_triton", "_wrong_jax_triton", "_wrong_plugin", "_broken", "_too_old", "_machine", "private_module")
+
+
+def _messages():
+    """Findings of the doctor, and warnings, with what they say as a pattern: what is filled in may be anything."""
+    for file in [*(ROOT / "ejkernel_ops").rglob("*.py"), *(ROOT / "ejlayers").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            found = []
+            if isinstance(node, ast.Call) and node.args:
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                found = [node.args[0]] if name in MESSAGES else []
+            elif isinstance(node, ast.FunctionDef) and node.name in REASONS:
+                found = [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value is not None]
+            for text in found:
+                for part in [text.body, text.orelse] if isinstance(text, ast.IfExp) else [text]:
+                    if (pattern := _pattern(part)) is not None:
+                        yield pytest.param(pattern, id=f"{file.name}:{part.lineno}")
+
+
+def _pattern(text):
+    """What a text says, with anything but the end of a cell in its gaps; `None` where it is all gaps."""
+    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+    fixed = [part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else None for part in parts]
+    if not any(part and part.strip(" ,.:;") for part in fixed):
+        return None
+    return "".join("[^|\\n]+?" if part is None else re.escape(part.replace("`", "")) for part in fixed)
+
+
+@pytest.mark.parametrize("pattern", list(_messages()))
+def test_each_finding_of_the_doctor_and_each_warning_is_on_the_page(pattern):
+    assert re.search(pattern, (ROOT / "docs/troubleshooting.md").read_text().replace("`", ""))
+
+
+@pytest.mark.parametrize("name", [n for n, c in vars(errors).items() if isinstance(c, type)])
+def test_each_class_of_errors_is_on_the_page(name):
+    assert f"`{name}`" in (ROOT / "docs/troubleshooting.md").read_text()
