@@ -6,9 +6,12 @@ import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ejkernel_ops import errors
+
+from .reference import visible
 
 pytestmark = pytest.mark.once
 
@@ -115,3 +118,29 @@ def test_each_finding_of_the_doctor_and_each_warning_is_on_the_page(pattern):
 @pytest.mark.parametrize("name", [n for n, c in vars(errors).items() if isinstance(c, type)])
 def test_each_class_of_errors_is_on_the_page(name):
     assert f"`{name}`" in (ROOT / "docs/troubleshooting.md").read_text()
+
+
+# Pictures of masks
+
+
+@pytest.fixture
+def masks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs/pictures"))
+    import masks
+
+    return masks
+
+
+def test_pictures_of_masks_are_what_attention_sees_and_what_its_definition_says(masks):
+    assert {path.stem for path in (ROOT / "docs/pictures").glob("*.svg")} >= masks.CASES.keys()
+    for name, (sizes, options) in masks.CASES.items():
+        seen = masks.seen(sizes, options)
+        np.testing.assert_array_equal(seen, visible((1, 1, *sizes), **options)[0, 0], err_msg=name)
+        assert (ROOT / f"docs/pictures/{name}.svg").read_text() == masks.svg(seen), (
+            f"python docs/pictures/masks.py: {name}"
+        )
+
+
+def test_each_picture_of_a_mask_is_on_the_page(masks):
+    page = (ROOT / "docs/attention_conventions.md").read_text()
+    assert sorted(re.findall(r"\(pictures/(\w+)\.svg\)", page)) == sorted(masks.CASES)
