@@ -2,7 +2,10 @@
 
 import ast
 import io
+import os
 import re
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -18,6 +21,7 @@ pytestmark = pytest.mark.once
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 _BLOCK = re.compile(r'^```(python|text title="printed")\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+_FILE = re.compile(r'^```py title="(\w+\.py)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 PRINTING = [page for page in DOCS if 'title="printed"' in page.read_text()]
 
 
@@ -118,6 +122,26 @@ def test_each_finding_of_the_doctor_and_each_warning_is_on_the_page(pattern):
 @pytest.mark.parametrize("name", [n for n, c in vars(errors).items() if isinstance(c, type)])
 def test_each_class_of_errors_is_on_the_page(name):
     assert f"`{name}`" in (ROOT / "docs/troubleshooting.md").read_text()
+
+
+# A kernel of one's own
+
+
+@pytest.mark.slow
+def test_the_files_of_the_page_about_kernels_run_as_a_reader_would_run_them(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed; it exists for Linux only")
+    files = dict(
+        re.findall(r'^```py title="(\w+\.py)"\n(.*?)^```$', (ROOT / "docs/own_kernel.md").read_text(), re.M | re.S)
+    )
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    env = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "EJKERNEL_CACHE_DIR": str(tmp_path / "cache")}
+    for command in (["-m", "pytest", "-q", "test_squared_relu.py"], ["tune_squared_relu.py"]):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300, env=os.environ | env
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "squared_relu_bwd@v1" in done.stdout
 
 
 # Pictures of masks
