@@ -22,20 +22,32 @@ from summary_table import summary
 from table_cells import BENCHMARKS
 
 ROOT = Path(__file__).parent.parent
+
+
+def on_paper() -> str:
+    """The estimates of `scaling_on_paper.py`."""
+    from scaling_on_paper import table  # with the frameworks, which no other table needs
+
+    return table()
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "attention_cpu": functools.partial(measured.attention_cpu, "attention_cpu.csv"),
+    "attention_xla_h100": functools.partial(measured.attention_xla, "attention_xla_h100.csv"),
     "attention_h200": functools.partial(measured.attention, "attention_h200.csv"),
     "losses_h200": functools.partial(measured.losses, "train_step_h200_losses.csv"),
     "ops_cpu": measured.ops_cpu,
     "ops_h200": functools.partial(measured.ops, "ops_h200.csv"),
     "overhead": functools.partial(measured.overhead, "overhead.csv"),
+    "on_paper": on_paper,
     "scaling_h200": functools.partial(measured.scaling, "scaling_h200.csv"),
     "slower": measured.slower,
     "start": measured.start,
     "summary": summary,
     "train_step_h200": functools.partial(measured.train_step, "train_step_h200.csv"),
 }
-_REGION = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
+_BEGIN = re.compile(r"^<!-- table: ", re.MULTILINE)
+_REGION = re.compile(r"^<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([\w.]+\.csv|[\w.]+\.json)\)")
 
 
@@ -54,7 +66,7 @@ def with_tables(text: str, folder: Path) -> str:
     Raises:
         SystemExit: a table that `TABLES` does not have, or a region without an end.
     """
-    if text.count("<!-- table: ") != len(_REGION.findall(text)):
+    if len(_BEGIN.findall(text)) != len(_REGION.findall(text)):
         raise SystemExit(f"{folder}: a `<!-- table: NAME -->` is not followed by `<!-- end -->`")
     here = os.path.relpath(BENCHMARKS, folder)
 

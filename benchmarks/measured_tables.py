@@ -85,6 +85,21 @@ def attention(file: str) -> str:
     return table(file, heads, cells)
 
 
+def attention_xla(file: str) -> str:
+    """Our attention on XLA alone, on a GPU: why other back ends are there."""
+    mib = ("xla_mib", "cudnn_mib", "our_mib")
+
+    def cells(rows: Rows) -> Iterable[list[str]]:
+        for r in rows:
+            shape = f"{r['batch']} x {r['length']}, {r['heads']} x {r['head_dim']}"
+            times = [number(r[name]) for name in ("xla_ms", "cudnn_ms", "heuristic_ms", "tuned_ms")]
+            yield [shape, "yes" if r["causal"] == "True" else "no", *times, *(r[name] for name in mib)]
+
+    times = ("XLA, ms", "cuDNN, ms", "ours on XLA, untuned, ms", "tuned, ms")
+    memory = ("XLA, MiB", "cuDNN, MiB", "ours, MiB")
+    return table(file, ("batch x length, heads x head_dim", "causal", *times, *memory), cells)
+
+
 def call(row: dict[str, str]) -> str:
     """The shapes of a point of attention, and what is special about it."""
     kinds = {"grid": "", "gpt2": ""}
