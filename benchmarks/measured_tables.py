@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from attention_chart import DIRECTIONS, Measured, markdown
 from rows import read_rows
-from table_cells import BENCHMARKS, SLOWER, Rows, number, ratio, source, table
+from table_cells import BENCHMARKS, NOT_YET, SLOWER, Rows, number, ratio, source, table
 
 PEERS = ("cudnn", "tokamax")
 POINTS = (
@@ -50,7 +50,7 @@ def losses(file: str) -> str:
     """How far the losses of each way are from those of the first one."""
     rows = read_rows(BENCHMARKS / file)
     if not rows:
-        return f"Not measured yet: there is no `docs/benchmarks/{file}`."
+        return NOT_YET
     base, *others = (name for name in rows[0] if name != "step")
 
     def cells(name: str) -> list[str]:

@@ -10,6 +10,7 @@ from rows import read_rows
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 SLOWER = 0.97  # below: slower than the peer by more than two runs differ
+NOT_YET = "Not measured yet."
 Rows = list[dict[str, str]]
 
 _NAMES = {"jax": "jax", "cudnn": "cuDNN", "triton": "Triton", "jax_triton": "jax-triton", "tokamax": "tokamax"}
@@ -29,7 +30,7 @@ def table(file: str, heads: Iterable[str], cells: Callable[[Rows], Iterable[Iter
     """A Markdown table of the rows of a file, and its source."""
     rows = read_rows(BENCHMARKS / file)
     if not rows:
-        return f"Not measured yet: there is no `docs/benchmarks/{file}`."
+        return NOT_YET
     return f"{markdown(heads, cells(rows))}\n\n{source(file, rows)}"
 
 

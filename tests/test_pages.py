@@ -1,12 +1,10 @@
-"""What the pages of `docs` say: their tables are what was measured, and what they print is printed."""
+"""What the pages of `docs` say: their tables are what was measured, their pictures and messages what the code has."""
 
 import ast
-import io
 import os
 import re
 import subprocess
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +17,7 @@ from .reference import visible
 pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parent.parent
-DOCS = sorted((ROOT / "docs").rglob("*.md"))
-_BLOCK = re.compile(r'^```(python|text title="printed")\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r'^```py title="(\w+\.py)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-PRINTING = [page for page in DOCS if 'title="printed"' in page.read_text()]
 
 
 @pytest.fixture
@@ -45,8 +40,10 @@ def test_a_number_that_was_changed_by_hand_is_found_and_written_anew(tables, mon
     assert tables.main(["--check"]) == 1
     assert "-| what | 7 |" in capsys.readouterr().out
     assert tables.main([]) == 0
-    assert "| recording, us | 2.5" in page.read_text()
-    assert page.read_text().endswith("<!-- end -->\nmore")
+    written = page.read_text()
+    assert re.search(r"^\| recording, us \| \d", written, re.MULTILINE)
+    assert "| 7 |" not in written
+    assert written.endswith("<!-- end -->\nmore")
     assert tables.main(["--check"]) == 0
 
 
@@ -60,27 +57,6 @@ def test_a_number_that_was_changed_by_hand_is_found_and_written_anew(tables, mon
 def test_a_table_that_cannot_be_made_is_an_error(tables, text, message):
     with pytest.raises(SystemExit, match=message):
         tables.with_tables(text, ROOT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PRINTING, ids=lambda page: page.name)
-def test_what_a_page_shows_as_printed_is_printed(page, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")
-    names, printed, shown = {"__name__": page.stem}, "", 0
-    for kind, text in _BLOCK.findall(page.read_text()):
-        if kind == "python":
-            with redirect_stdout(io.StringIO()) as out:
-                exec(compile(text, page.name, "exec"), names)
-            printed = out.getvalue()
-        else:
-            assert _lines(printed) == _lines(text)
-            shown += 1
-    assert shown == page.read_text().count('title="printed"')
-
-
-def _lines(text):
-    return [line.rstrip() for line in text.strip("\n").splitlines()]
 
 
 # Troubleshooting
