@@ -51,16 +51,21 @@ def losses(file: str) -> str:
     rows = read_rows(BENCHMARKS / file)
     if not rows:
         return NOT_YET
-    base, *others = (name for name in rows[0] if name != "step")
+    base, *others = (name for name in rows[0] if name.removesuffix("_rounded") in WAYS)
 
     def cells(name: str) -> list[str]:
         apart = [abs(float(row[name]) - float(row[base])) for row in rows]
         late = apart[-len(apart) // 10 :]
-        text = WAYS.get(name, name.replace("_", " "))
-        return [text, f"{max(apart):.4f}", f"{sum(late) / len(late):.4f}", f"{float(rows[-1][name]):.4f}"]
+        rounded = " from rounded weights" if name.endswith("_rounded") else ""
+        return [
+            WAYS[name.removesuffix("_rounded")] + rounded,
+            f"{max(apart):.4f}",
+            f"{sum(late) / len(late):.4f}",
+            f"{float(rows[-1][name]):.4f}",
+        ]
 
-    heads = (f"against {WAYS.get(base, base)}", "largest difference", "mean of the last tenth", "last loss")
-    return f"{markdown(heads, map(cells, others))}\n\n{len(rows)} steps; [{file}]({file})."
+    heads = (f"against {WAYS[base]}", "largest difference", "mean of the last tenth", "last loss")
+    return f"{markdown(heads, map(cells, others))}\n\n{len(rows)} steps; {source(file, rows)}"
 
 
 def attention(file: str) -> str:
