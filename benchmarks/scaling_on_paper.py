@@ -1,6 +1,6 @@
 """Bytes and operations of a train step on many GPUs, by arithmetic alone: nothing is run.
 
-    python benchmarks/scaling_on_paper.py            # prints the table of docs/several_devices.md
+    python benchmarks/scaling_on_paper.py            # prints a table, which docs/several_devices.md has too
 
 A device's work takes what one step took on one H200, by the share of the operations that it has; bytes take what a
 link carries, in one direction. Nothing is taken to overlap: what does is better than this.
@@ -10,14 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 
+from attention_chart import markdown
+from rows import read_rows
+from table_cells import BENCHMARKS
 from train_step import SIZES, Size, num_parameters
 
-NVLINK, NETWORK = (
-    450e9,
-    50e9,
-)  # bytes a second that a GPU sends within a machine of 8, and out of it (one 400 Gb/s port)
+# Bytes a second that a GPU sends within a machine of 8, and out of it (one 400 Gb/s port).
+NVLINK, NETWORK = 450e9, 50e9
 MACHINE = 8  # GPUs of a machine
-BASE, STEP_MS = SIZES["llama-1b"], 222.3  # our step on one, docs/benchmarks/train_step_h200.csv
+MODEL = "llama-1b"
+BASE = SIZES[MODEL]
+# Our step on one GPU, untuned.
+STEP_MS = next(
+    float(row["ms"])
+    for row in read_rows(BENCHMARKS / "train_step_h200.csv")
+    if (row["model"], row["way"]) == (MODEL, "ours")
+)
 BFLOAT16, FLOAT32 = 2, 4
 
 
@@ -95,14 +103,14 @@ HEADER = [
 ]  # fmt: skip
 
 
-def main() -> None:
-    print("| " + " | ".join(HEADER) + " |")
-    print("|" + "---|" * len(HEADER))
+def table() -> str:
+    """All plans as a Markdown table."""
+    rows = []
     for name, plans in PLANS.items():
         size = dataclasses.replace(BASE, batch=1, length=1 << 16) if "64k" in name else BASE
-        for plan in plans:
-            print("| " + " | ".join([name, *row(size, plan)]) + " |")
+        rows += [[name, *row(size, plan)] for plan in plans]
+    return markdown(HEADER, rows)
 
 
 if __name__ == "__main__":
-    main()
+    print(table())
