@@ -11,12 +11,13 @@ endif
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 ARGS ?=
 
-.PHONY: help install train test fuzz kernels lint types bench clean
+.PHONY: help install train test fuzz kernels lint types bench pictures clean
 
 help:
 	@echo 'make train   swap, tune and train a byte-level GPT on real text (ARGS="--size small --compare" ...)'
 	@echo 'make test    run the tests;  make kernels: compile every candidate of the GPU kernels;  make fuzz: damage files'
 	@echo 'make lint    ruff;  make types: pyright;  make bench: the CPU benchmarks'
+	@echo 'make pictures   draws the pictures of the docs from the tables of docs/benchmarks'
 
 install: $(VENV)/installed
 
@@ -49,6 +50,9 @@ bench: install
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/attention_cpu.py
 	for op in linear gated_linear norm rotary linear_cross_entropy; do $(BIN)/python benchmarks/$${op}_cpu.py || exit 1; done
+
+pictures: install
+	$(BIN)/python benchmarks/pictures.py
 
 clean:
 	rm -rf $(VENV) runs dist build
