@@ -11,13 +11,13 @@ endif
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 ARGS ?=
 
-.PHONY: help install train test fuzz kernels lint types bench pictures clean
+.PHONY: help install train test fuzz kernels lint types bench pictures examples clean
 
 help:
 	@echo 'make train   swap, tune and train a byte-level GPT on real text (ARGS="--size small --compare" ...)'
 	@echo 'make test    run the tests;  make kernels: compile every candidate of the GPU kernels;  make fuzz: damage files'
 	@echo 'make lint    ruff;  make types: pyright;  make bench: the CPU benchmarks'
-	@echo 'make pictures   draws the pictures of the docs from the tables of docs/benchmarks'
+	@echo 'make pictures   draws the pictures of the docs from docs/benchmarks;  make examples: runs them for docs/examples.md'
 
 install: $(VENV)/installed
 
@@ -53,6 +53,9 @@ bench: install
 
 pictures: install
 	$(BIN)/python benchmarks/pictures.py
+
+examples: install
+	$(BIN)/python benchmarks/example_outputs.py
 
 clean:
 	rm -rf $(VENV) runs dist build

@@ -100,7 +100,8 @@ def tuned() -> AutotuningResult:
     print(result)
     for entry in result.entries:
         for trial in entry.trials:
-            print(f"{entry.op_id_v:14}{trial.status:12}{trial.cfg}  {trial.ms or trial.reason}")
+            took = trial.reason if trial.ms is None else f"{trial.ms:.3f} ms"
+            print(f"{entry.op_id_v:14}{trial.status:8}{trial.cfg}  {took}")
     with result:
         for _ in range(3):
             loss, weights = train_step(weights, x)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,7 @@ def main(arguments: list[str] | None = None) -> bool:
     parser.add_argument("--save", type=Path, default=Path("runs/tuned.json"), help="the file of the result")
     parser.add_argument("--load", type=Path, help="do what the other process does: load this file and use it")
     options = parser.parse_args(arguments)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on a GPU both processes have room
     if options.load:
         print(json.dumps(pinned(AutotuningResult.load(options.load))))
         return True

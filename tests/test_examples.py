@@ -1,6 +1,7 @@
 """The examples in a small size: each shows what it says that it shows."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,7 @@ def test_packing_loses_no_document_and_overfills_no_row():
     assert len(rows) < 45
 
 
+@pytest.mark.cpu
 def test_a_window_needs_less_than_what_stock_attention_does():
     import long_context
 
@@ -76,6 +78,7 @@ def test_a_window_needs_less_than_what_stock_attention_does():
     assert long["stock_mib"] > 10 * short["stock_mib"]  # of four times the length
 
 
+@pytest.mark.cpu
 def test_a_cache_gives_the_bytes_that_recomputing_gives(capsys):
     import decode
 
@@ -92,6 +95,7 @@ def test_another_process_makes_of_a_result_what_this_one_does(tmp_path, capsys):
     assert "\n+ flash_attention@v1:" in shown
 
 
+@pytest.mark.cpu
 def test_several_devices_compute_what_one_does_on_parts_of_everything(capsys):
     import several_devices
 
@@ -101,6 +105,7 @@ def test_several_devices_compute_what_one_does_on_parts_of_everything(capsys):
     assert "collective-permute" in shown  # keys and values go around a ring
 
 
+@pytest.mark.cpu
 def test_several_devices_are_made_of_a_cpu_that_is_alone():
     flags = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
     code = "import jax, several_devices as s; print(s.mesh_of(2, 3).size, jax.device_count())"
@@ -111,9 +116,36 @@ def test_several_devices_are_made_of_a_cpu_that_is_alone():
     assert done.stdout.split() == ["6", "6"]
 
 
+@pytest.mark.cpu
 def test_too_few_devices_are_said():
     import several_devices
 
     assert jax.device_count() == 8
     with pytest.raises(SystemExit, match="--mesh 4 4 takes 16 devices; there are 8"):
         several_devices.mesh_of(4, 4)
+
+
+def test_the_page_of_examples_shows_each_of_them_and_what_it_prints(scripts):
+    shown = dict(scripts("example_outputs").blocks((ROOT / "docs" / "examples.md").read_text()))
+    assert {command.split()[0] for command in shown} == {f"examples/{script.name}" for script in SCRIPTS}
+    for command, output in shown.items():
+        assert output.strip(), f"docs/examples.md has no output of {command}: make examples"
+
+
+def test_outputs_on_the_page_of_examples_are_replaced_and_nothing_else(scripts):
+    outputs = scripts("example_outputs")
+    page = (ROOT / "docs" / "examples.md").read_text()
+    texts = dict(outputs.blocks(page))
+    assert outputs.renewed(page, texts.__getitem__, "ten cores") == re.sub(
+        r"<!-- begin -->.*<!-- end -->", "<!-- begin -->ten cores<!-- end -->", page
+    )
+    renewed = outputs.renewed(page, lambda command: f"new {command}\n", "ten cores")
+    assert dict(outputs.blocks(renewed)) == {command: f"new {command}\n" for command in texts}
+
+
+def test_long_outputs_are_cut_to_their_first_and_last_lines(scripts):
+    outputs = scripts("example_outputs")
+    lines = outputs.cut("\n".join(f"{number:200}" for number in range(100))).splitlines()
+    assert len(lines) == outputs.FIRST + 1 + outputs.LAST
+    assert max(map(len, lines)) <= outputs.WIDTH
+    assert outputs.cut("a\nb\n") == "a\nb\n"

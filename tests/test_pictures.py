@@ -41,10 +41,10 @@ def text_of(scripts, monkeypatch):
     return drawn
 
 
-def test_each_picture_of_the_folder_has_a_script(scripts):
+def test_each_script_of_a_picture_has_drawn_it(scripts):
     scripts = scripts("pictures").SCRIPTS
     assert set(scripts) == set(SHOWN)
-    assert sorted(scripts.values()) == sorted(path.name for path in (ROOT / "docs" / "pictures").iterdir())
+    assert set(scripts.values()) <= {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
 
 
 @pytest.mark.parametrize("script", SHOWN)
