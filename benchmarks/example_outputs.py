@@ -64,7 +64,8 @@ def main(arguments: list[str] | None = None) -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args(arguments)
     device, today = jax.devices()[0].device_kind, datetime.date.today().isoformat()
     where = f"{os.cpu_count()} CPU cores" if device == "cpu" else device
-    PAGE.write_text(renewed(PAGE.read_text(), printed, f"{where} (jax {jax.__version__}, {today})"))
+    about = f"{where} (load {os.getloadavg()[0]:.1f} before, jax {jax.__version__}, {today})"
+    PAGE.write_text(renewed(PAGE.read_text(), printed, about))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.once
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINK = re.compile(r"\]\(([^)#]+\.(?:svg|png))\)")
 SHOWN = {  # by each picture's script
     "attention_chart": ["forward+backward, head_dim 256", "tokamax, Triton", "ours, chosen"],
     "loss_chart": ["stock, cuDNN attention", "ours", "less the first"],
@@ -41,10 +42,11 @@ def text_of(scripts, monkeypatch):
     return drawn
 
 
-def test_each_script_of_a_picture_has_drawn_it(scripts):
-    scripts = scripts("pictures").SCRIPTS
-    assert set(scripts) == set(SHOWN)
-    assert set(scripts.values()) <= {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
+def test_each_picture_has_a_script_and_is_shown_on_a_page(scripts):
+    drawn = scripts("pictures").SCRIPTS
+    assert set(drawn) == set(SHOWN)
+    shown = {(page.parent / link).resolve() for page in PAGES for link in LINK.findall(page.read_text())}
+    assert {ROOT / "docs" / "pictures" / picture for picture in drawn.values()} <= shown
 
 
 @pytest.mark.parametrize("script", SHOWN)
@@ -66,7 +68,7 @@ def test_all_pictures_are_drawn_at_once_and_again_with_the_same_bytes(scripts, t
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pictures_that_a_page_shows_exist(page):
-    for link in re.findall(r"\]\(([^)#]+\.(?:svg|png))[^)]*\)", page.read_text()):
+    for link in LINK.findall(page.read_text()):
         assert (page.parent / link).is_file(), f"{page.name} shows {link}"
 
 
