@@ -50,6 +50,26 @@ def test_own_kernel_checks_its_triton_kernels_without_a_gpu(monkeypatch):
     assert max(differences.values()) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_own_kernels_compile_for_an_h100_without_spills(dtype):
+    pytest.importorskip("triton", reason="Triton is not installed; it exists for Linux only")
+    import own_kernel
+
+    from .compiled import compiled, launches
+
+    x = jax.ShapeDtypeStruct((7, 1000), dtype)
+
+    def both(x):
+        forward, backward = own_kernel.swiglu, own_kernel.swiglu.backward
+        for cfg in forward.candidate_cfgs_triton(None):
+            forward.run_triton(x, x, cfg=cfg)
+            backward.run_triton(x, x, x, x, cfg=cfg, needs=None)
+
+    found = launches(both, x)
+    assert [launch.name for launch in found] == ["swiglu_forward", "swiglu_backward"] * 5
+    assert [compiled(launch).spills for launch in found] == [0] * 10
+
+
 def test_packed_documents_have_the_losses_that_they_have_alone(capsys):
     import packed_documents
 
