@@ -9,6 +9,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from ejkernel_ops import AutotuningResult, ConfigError, device_fingerprint
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [script for script in sorted((ROOT / "examples").glob("*.py")) if "__main__" in script.read_text()]
 pytestmark = pytest.mark.once
@@ -113,6 +115,13 @@ def test_another_process_makes_of_a_result_what_this_one_does(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines() if line.endswith("equal")] == ["result", "program", "loss"]
     assert "\n+ flash_attention@v1:" in shown
+
+
+def test_a_call_that_a_shared_result_lacks_is_an_error():
+    import share_result
+
+    with pytest.raises(ConfigError, match="pinned"):
+        share_result.pinned(AutotuningResult(device_fingerprint(), ()))
 
 
 @pytest.mark.cpu
