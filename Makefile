@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 ARGS ?=
 
-.PHONY: help install train test fuzz kernels lint types bench docs docs-serve dist release-check clean
+.PHONY: help install train test fuzz kernels lint types bench pictures examples docs docs-serve dist release-check clean
 
 help:
 	@echo 'make train   swap, tune and train a byte-level GPT on real text (ARGS="--size small --compare" ...)'
@@ -20,6 +20,7 @@ help:
 	@echo 'make lint    ruff;  make types: pyright;  make bench: the CPU benchmarks'
 	@echo 'make docs    the site, into site/;  make docs-serve: shows it while you write'
 	@echo 'make dist    wheel and sdist, into dist/;  make release-check: installs the wheel alone, and runs it'
+	@echo 'make pictures   draws the pictures of the docs from docs/benchmarks;  make examples: runs them for docs/examples.md'
 
 install: $(VENV)/installed
 
@@ -72,6 +73,12 @@ dist: $(VENV)/installed-release
 
 release-check: dist
 	$(BIN)/python tests/release_check.py dist $(CONSTRAINTS)
+
+pictures: install
+	$(BIN)/python benchmarks/pictures.py
+
+examples: install
+	$(BIN)/python benchmarks/example_outputs.py
 
 clean:
 	rm -rf $(VENV) runs dist build site

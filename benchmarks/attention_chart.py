@@ -2,14 +2,12 @@
 
     python benchmarks/attention_chart.py docs/benchmarks/attention_h200.csv
 
-Draws throughput against length for causal attention beside the table, as a PNG of the same name; needs matplotlib
-(`pip install 'ejlayers[train]'`). Prints the targets and each point.
+Draws throughput against length for causal attention; needs matplotlib (`pip install 'ejlayers[train]'`). Prints the
+targets and each point.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import dataclasses
 import math
 import statistics
@@ -17,17 +15,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from charts import command, figure, series, source
+from rows import read_rows
+
 DIRECTIONS = ("forward", "forward+backward")
-# Colour, marker, line and name in the legend; ours in reds.
-STYLES = {
-    "cudnn": ("#222222", "s", "-", "cuDNN"),
-    "tokamax": ("#1f77b4", "^", "-", "tokamax"),
-    "tokamax_triton": ("#1f77b4", "v", ":", "tokamax, Triton"),
-    "xla": ("#8a8a8a", "x", ":", "XLA"),
-    "ours_triton": ("#e07b39", "D", "--", "ours, Triton"),
-    "chosen": ("#c1272d", "o", "-", "ours, chosen"),
-    "chosen_any_order": ("#c1272d", "P", "--", "ours, chosen, sums in any order"),
-}
+CONTENDERS = ("cudnn", "tokamax", "tokamax_triton", "xla", "ours_triton", "chosen", "chosen_any_order")
 
 
 class Measured:
@@ -193,7 +185,7 @@ def target_table(measured: Measured) -> str:
 
 def point_table(measured: Measured) -> str:
     """Milliseconds of each contender at each point, and what was chosen over cuDNN."""
-    shown = [name for name in STYLES if any(row["contender"] == name for row in measured.rows)]
+    shown = [name for name in CONTENDERS if any(row["contender"] == name for row in measured.rows)]
     rows = []
     for point in measured.points:
         for direction in DIRECTIONS:
@@ -207,75 +199,56 @@ def point_table(measured: Measured) -> str:
                 config = measured.by_name.get((point, direction, "chosen"), {})
                 text = [config.get(name, "").split(" ")[0] for name in ("forward_config", "backward_config")]
                 rows.append([point, direction, *cells, ", ".join(filter(None, text))])
-    names = (f"{STYLES[name][3]}, ms" for name in shown)
+    names = (f"{series(name).label}, ms" for name in shown)
     return markdown(["point", "direction", *names, "chosen / cuDNN", "chosen / tokamax", "chosen is"], rows)
 
 
 def draw(measured: Measured, path: Path) -> None:
     """Throughput against length, a column for each head_dim, a row for each direction."""
-    import matplotlib.style
-    from matplotlib.figure import Figure
-
     grid = [row for row in measured.rows if row["kind"] == "grid" and row["causal"] == "True"]
     dims = sorted({int(row["head_dim"]) for row in grid})
     if not dims:
         raise SystemExit("the table has no causal point of the grid, so there is nothing to draw")
-    with matplotlib.style.context("default"):
-        figure = Figure(figsize=(1.2 + 4.2 * len(dims), 7.6), layout="constrained")
-        axes = figure.subplots(2, len(dims), squeeze=False, sharey="row", sharex="col")
+    with figure(path, 1.2 + 3.6 * len(dims), 7.2) as made:
+        panels = made.subplots(2, len(dims), squeeze=False, sharey="row", sharex="col")
         handles: dict[str, Any] = {}
-        for line, direction in enumerate(DIRECTIONS):
-            for column, dim in enumerate(dims):
-                here = [r for r in grid if r["direction"] == direction and int(r["head_dim"]) == dim]
-                handles |= _panel(axes[line][column], here)
-                axes[line][column].set_title(f"{direction}, head_dim {dim}", fontsize=11)
-        for row, direction in zip(axes, DIRECTIONS):
-            row[0].set_ylabel("TFLOP/s")
-            row[0].set_ylim(0, 1.05 * max(float(r["tflops"]) for r in grid if r["direction"] == direction) or 1)
-        for ax in axes[-1]:
-            ax.set_xlabel("length")
-        names = [name for name in STYLES if name in handles]
-        figure.legend(
-            [handles[name] for name in names], [STYLES[name][3] for name in names],
-            loc="outside lower center", ncols=min(4, len(names)), frameon=False,
-        )  # fmt: skip
-        about = grid[0]
-        figure.suptitle(
-            "Causal attention, bfloat16, 16384 tokens, 2048 wide: "
-            f"{about['device']}, jax {about['jax']}, {about['date']}",
-            fontsize=12,
-        )
-        figure.savefig(path, dpi=150, facecolor="white")
+        for line, direction in zip(panels, DIRECTIONS):
+            rows = [row for row in grid if row["direction"] == direction]
+            for axes, dim in zip(line, dims):
+                handles |= _panel(axes, [row for row in rows if int(row["head_dim"]) == dim])
+                axes.set_title(f"{direction}, head_dim {dim}")
+            line[0].set(ylabel="TFLOP/s", ylim=(0, 1.05 * max(float(row["tflops"]) for row in rows) or 1))
+        for axes in panels[-1]:
+            axes.set_xlabel("length")
+        made.legend(handles=list(handles.values()), loc="outside lower center", ncols=4)
+        made.suptitle(f"causal attention, bfloat16, 16384 tokens, 2048 wide: {source(grid[0])}", fontsize=12)
 
 
 def _panel(axes: Any, rows: list[dict[str, str]]) -> dict[str, Any]:
     """Draws one direction of one head_dim; the lines by contender."""
     handles = {}
-    for name, (colour, marker, line, _) in STYLES.items():
+    for name in CONTENDERS:
         mine = sorted((int(row["length"]), float(row["tflops"])) for row in rows if row["contender"] == name)
         if mine:
-            size = 8 if name == "cudnn" else 6
+            style, size = series(name), 8 if name == "cudnn" else 6
             (handles[name],) = axes.plot(
-                *zip(*mine), color=colour, marker=marker, linestyle=line, linewidth=1.8, markersize=size
+                *zip(*mine), style.line, color=style.color, marker=style.marker, markersize=size, label=style.label
             )
     lengths = sorted({int(row["length"]) for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
     axes.minorticks_off()
-    axes.grid(color="#e4e4e4", linewidth=0.7)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid()
     return handles
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("table", type=Path, nargs="?", default=Path("docs/benchmarks/attention_h200.csv"))
-    parser.add_argument("--out", type=Path, help="default the table's name with .png")
-    options = parser.parse_args(arguments)
-    with open(options.table, newline="") as file:
-        measured = Measured(csv.DictReader(file))
+def _draw_and_print(table: Path, picture: Path) -> None:
+    measured = Measured(read_rows(table))
     print(target_table(measured), point_table(measured), sep="\n\n")
-    draw(measured, options.out or options.table.with_suffix(".png"))
+    draw(measured, picture)
+
+
+main = command(__doc__, "attention_h200.csv", "attention.svg", _draw_and_print)
 
 
 if __name__ == "__main__":

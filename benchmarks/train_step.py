@@ -289,10 +289,15 @@ def timed(found: list[Contender], state: Any, tokens: Any, rounds: int, steps: i
     return state
 
 
+def memory_gib(compiled: Any) -> tuple[float, float]:
+    """What a compiled step has beside its arguments, and with them."""
+    memory = compiled.memory_analysis()
+    return memory.temp_size_in_bytes / 2**30, (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30
+
+
 def row(name: str, size: Size, contender: Contender, base: Contender, parameters: int) -> dict[str, Any]:
     """A row of the table."""
-    memory, ms = contender.compiled.memory_analysis(), statistics.median(contender.times)
-    peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    (temporary, peak), ms = memory_gib(contender.compiled), statistics.median(contender.times)
     ratio = statistics.median(a / b for a, b in zip(base.times, contender.times))
     profile = contender.profile
     return {
@@ -304,8 +309,8 @@ def row(name: str, size: Size, contender: Contender, base: Contender, parameters
         "speedup": round(ratio, 3),
         "tokens_per_s": round(size.batch * size.length / ms * 1e3),
         "mfu": round(size.flops(parameters) / ms * 1e3 / _PEAK, 4),
-        "temporary_gib": round(memory.temp_size_in_bytes / 2**30, 2),
-        "peak_gib": round(peak / 2**30, 2),
+        "temporary_gib": round(temporary, 2),
+        "peak_gib": round(peak, 2),
         "tuning_s": round(contender.seconds, 1),
         "kernel_ms": "" if profile is None else round(profile.kernel_ms, 2),
         "idle_ms": "" if profile is None else round(profile.idle_ms, 2),
@@ -328,7 +333,7 @@ def follow(model: str, size: Size, found: list[Contender], steps: int, path: Pat
         for number in range(steps):
             state, loss = contender.compiled(state, tokens_of(size, number))
             each.append(loss)
-    table = [{"step": i} | {n: float(each[i]) for n, each in losses.items()} for i in range(steps)]
+    table = [{"step": i} | {n: float(each[i]) for n, each in losses.items()} | about() for i in range(steps)]
     write_rows(path, table)
     base, *others = losses
     for other in others:

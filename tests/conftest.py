@@ -1,9 +1,12 @@
 """Every test runs on eight CPU devices, with caches in a folder of its own and nothing left behind."""
 
+import importlib
 import importlib.metadata
 import os
+import sys
 import tempfile
 from contextlib import nullcontext
+from pathlib import Path
 
 _CACHE = tempfile.TemporaryDirectory(prefix="ejkernel-tests-")
 os.environ["EJKERNEL_CACHE_DIR"] = _CACHE.name
@@ -36,6 +39,18 @@ def own_selector():
     before = ejkernel_ops.set_default_selector(ejkernel_ops.ConfigSelectorChain())
     yield
     ejkernel_ops.set_default_selector(before)
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Imports a script of the benchmarks as it is when it runs: beside the others of its folder."""
+    folder = Path(__file__).parent.parent / "benchmarks"
+    monkeypatch.syspath_prepend(str(folder))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if (folder / f"{name}.py").exists():
+            del sys.modules[name]
 
 
 def pytest_collection_modifyitems(config, items):

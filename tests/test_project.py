@@ -29,13 +29,6 @@ def test_import_touches_no_file_no_environment_no_device_and_no_framework():
     assert done.returncode == 0, done.stderr
 
 
-def test_own_kernel_example_tunes_both_directions(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    import own_kernel
-
-    result = own_kernel.main()
-    assert sorted(e.op_id_v for e in result.entries) == ["swiglu@v1", "swiglu_bwd@v1"]
-    assert any("pallas needs" in t.reason for e in result.entries for t in e.trials)
 
 
 def test_no_kernel_tunes_itself_when_it_is_launched():

@@ -36,9 +36,9 @@ class Block(nnx.Module):
         self.norm2 = RMSNorm(width, epsilon=1e-5, **options)
         self.mlp = GatedMLP(width, size.hidden, **options)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, **attention: Any) -> jax.Array:
         """`(batch, length, width)` to the same."""
-        x = x + self.attention(self.norm1(x))
+        x = x + self.attention(self.norm1(x), **attention)
         return x + self.mlp(self.norm2(x))
 
 
@@ -52,16 +52,16 @@ class Llama(nnx.Module):
         self.norm = RMSNorm(size.width, epsilon=1e-5, dtype=dtype, rngs=rngs)
         self.head = LMHead(size.width, 256, embedding=self.bytes, dtype=dtype)
 
-    def hidden(self, tokens: jax.Array) -> jax.Array:
-        """`(batch, length)` int32 to `(batch, length, width)`."""
+    def hidden(self, tokens: jax.Array, **attention: Any) -> jax.Array:
+        """`(batch, length)` int32 to `(batch, length, width)`; options are those of a call of `Attention`."""
         x = self.bytes(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, **attention)
         return self.norm(x)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """`(batch, length)` int32 to `(batch, length, 256)`."""
-        return self.head(self.hidden(tokens))
+    def __call__(self, tokens: jax.Array, **attention: Any) -> jax.Array:
+        """`(batch, length)` int32 to `(batch, length, 256)`; options are those of a call of `Attention`."""
+        return self.head(self.hidden(tokens, **attention))
 
     def loss(self, tokens: jax.Array) -> jax.Array:
         """How badly each byte but the first of `(batch, length)` is foretold, in nats, without all logits at once."""
