@@ -39,6 +39,7 @@ SERIES = {
     "stock_cudnn": Series("stock, cuDNN attention", BLUE, marker="s"),
     "stock_cudnn_rounded": Series("the same from weights rounded to bfloat16", GREY, "-."),
     "stock_xla": Series("stock, XLA attention", GREEN, ":", "^"),
+    "stock_float32": Series("stock, float32", TEXT),
     "swapped": Series("swapped", PINK, "-.", "D"),
     "swapped_tuned": Series("swapped, tuned", PINK, "--", "v"),
     "ours": Series("ours", ORANGE, "--"),

@@ -19,6 +19,7 @@ POINTS = (
     "softcap_4k",
 )  # fmt: skip
 WAYS = {
+    "stock_float32": "stock Flax, XLA attention, float32",
     "stock_xla": "stock Flax, XLA attention",
     "stock_cudnn": "stock Flax, cuDNN attention",
     "swapped": "swapped, untuned",
