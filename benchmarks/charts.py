@@ -37,7 +37,7 @@ SERIES = {
     "chosen": Series("ours, chosen", ORANGE),
     "chosen_any_order": Series("ours, chosen, sums in any order", ORANGE, "--", "P"),
     "stock_cudnn": Series("stock, cuDNN attention", BLUE, marker="s"),
-    "stock_cudnn_rounded": Series("the same from weights rounded to bfloat16", GREY, "-."),
+    "stock_cudnn_rounded": Series("stock, cuDNN attention, weights rounded at first", GREY, "-."),
     "stock_xla": Series("stock, XLA attention", GREEN, ":", "^"),
     "stock_float32": Series("stock, float32", TEXT),
     "swapped": Series("swapped", PINK, "-.", "D"),

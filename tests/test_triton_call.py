@@ -359,3 +359,21 @@ def assert_reason(match):
     finally:
         unavailable.cache_clear()
     assert re.search(match, reason), reason
+
+
+# Inside CUDA graphs
+
+
+@pytest.mark.gpu
+def test_kernels_that_graphs_hold_give_the_same_numbers_run_after_run_wherever_their_buffers_are():
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(x, y):
+        for _ in range(8):
+            x = added(x, y) - y
+        return x, x.sum()
+
+    x, y = jnp.arange(64.0), jnp.ones(64)
+    for i in range(6):
+        x, total = step(x, y)
+        jnp.zeros(1 << (10 + i)).block_until_ready()  # the next buffers are elsewhere
+        assert total == 2016
