@@ -172,9 +172,10 @@ def targets() -> list[Target]:
 
 
 def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table."""
-    heads = list(heads)
-    lines = [heads, ["---"] * len(heads), *rows]
+    """A Markdown table, without the columns that have nothing."""
+    heads, rows = list(heads), [list(row) for row in rows]
+    filled = [i for i in range(len(heads)) if not rows or heads[i] == "" or any(row[i] for row in rows)]
+    lines = [[line[i] for i in filled] for line in (heads, ["---"] * len(heads), *rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
