@@ -374,8 +374,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=sorted(SIZES), nargs="?", default="gpt2-small")
     parser.add_argument("--ways", nargs="+", choices=sorted(WAYS), default=["stock_cudnn", "ours"])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=5, help="steps of a round")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        help="steps of a round, after which the host waits: as often as logs are written",
+    )
     parser.add_argument("--no-tune", action="store_true", help="ours as it is, without tuning")
     parser.add_argument("--profile", action="store_true", help="also print the kernels of each, by kind")
     parser.add_argument("--follow", type=int, default=0, help="instead of times, losses of so many steps")
