@@ -52,7 +52,7 @@ def registered() -> bool:
 def _handlers() -> dict[str, Any] | None:
     """Those of jaxlib, if they load a kernel before it is launched: nothing can be loaded while a graph is recorded."""
     library = getattr(gpu_triton, "_cuda_triton", None)
-    found = library.registrations().get(_JAXLIBS) if hasattr(library, "registrations") else None
+    found = getattr(library, "registrations", dict)().get(_JAXLIBS)
     return found if isinstance(found, dict) and {"initialize", "execute"} <= found.keys() else None
 
 
