@@ -29,8 +29,6 @@ def test_import_touches_no_file_no_environment_no_device_and_no_framework():
     assert done.returncode == 0, done.stderr
 
 
-
-
 def test_no_kernel_tunes_itself_when_it_is_launched():
     files = [*(ROOT / "ejkernel_ops").rglob("*.py"), *(ROOT / "ejlayers").rglob("*.py")]
     assert files
