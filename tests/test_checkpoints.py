@@ -134,11 +134,11 @@ def as_it_is(m):
     return m
 
 
-@pytest.mark.parametrize("name", KINDS)
 def in_any_order(m):
     return ejlayers.swap(m, reproducible=False)
 
 
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     ("before", "after"), [(as_it_is, ejlayers.swap), (ejlayers.swap, as_it_is), (ejlayers.swap, in_any_order)],
     ids=["into ours", "into stock", "into sums in any order"],
