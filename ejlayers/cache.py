@@ -67,7 +67,7 @@ def attend_cached_by(
     """`attend_cached` as an attention function of Flax: what its kernel cannot do it does itself, on the same cache.
 
     Args:
-        plain: a `KernelAttention` of either Flax, which has `config`, `backend`, `path` and `why_not`.
+        plain: a `KernelAttention` of either Flax, with `config`, `backend`, `path`, `reproducible` and `why_not`.
         cache: keys, values and how many tokens they hold.
         query: of the next tokens, `(..., q_len, num_heads, head_dim)`.
         key: of the same tokens, `(..., q_len, num_kv_heads, head_dim)`.
@@ -86,7 +86,7 @@ def attend_cached_by(
         with at_path(plain.path):
             return attend_cached(
                 query, key, value, *cache, mask=mask, dtype=options.get("dtype"), precision=options.get("precision"),
-                config=plain.config, backend=plain.backend,
+                config=plain.config, backend=plain.backend, deterministic=plain.reproducible,
             )  # fmt: skip
     keys, values, after, fits = extended(key, value, *cache)
     seen = seen_of_cache(cache[2], query.shape[-3], keys.shape[-3], mask)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .plan import matches
+from .patterns import matches
 
 M = TypeVar("M")
 _WEIGHTS = {"kernel", "scale", "embedding", "weight"}  # what Flax and Equinox call what is `weight` there

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import fnmatch
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from ejkernel_ops import ConfigError
+from ejkernel_ops import AttentionConfig, ConfigError
 
 from .functional import CONFIGS
-from .pins import changed_pins
+from .patterns import matches
+from .pins import changed_pins, check_reproducible
 
 Rules = Mapping[str, Any] | Mapping[type, Any] | Mapping[str | type, Any]
 
@@ -105,41 +104,6 @@ def _where(pattern: str | type, paths: tuple[str, ...], kinds: tuple[type, ...])
     return {path for path in paths if matches(pattern, path)}
 
 
-def matches(pattern: str, path: str) -> bool:
-    """Whether a dotted pattern matches a dotted path.
-
-    Example:
-        >>> matches("layers.*.attn", "layers.3.attn"), matches("**.attn", "attn"), matches("*", "a.b")
-        (True, True, False)
-        >>> matches("layers_*.attn", "layers_3.attn")
-        True
-    """
-    return _match(pattern.split("."), path.split("."))
-
-
-def reaches(pattern: str, path: str) -> bool:
-    """Whether a dotted pattern can match a dotted path or something below it.
-
-    Example:
-        >>> reaches("gen.*.attn", "gen"), reaches("**.attn", "gen"), reaches("critic.attn", "gen")
-        (True, True, False)
-    """
-    for part, name in itertools.zip_longest(pattern.split("."), path.split(".") if path else []):
-        if part == "**" or name is None:
-            return True
-        if part is None or not fnmatch.fnmatchcase(name, part):
-            return False
-    return True
-
-
-def _match(pattern: list[str], path: list[str]) -> bool:
-    if not pattern:
-        return not path
-    if pattern[0] == "**":
-        return any(_match(pattern[1:], path[i:]) for i in range(len(path) + 1))
-    return bool(path) and fnmatch.fnmatchcase(path[0], pattern[0]) and _match(pattern[1:], path[1:])
-
-
 def wanted_pins(
     book: RuleBook, paths: tuple[str, ...], kinds: tuple[type, ...], layer: Any, vain: str | None = None
 ) -> dict[str, Any]:
@@ -195,6 +159,12 @@ class Decision:
     reason: str = ""
     config: Any = None
     rotary: Any = None
+    reproducible: bool | None = None
+
+    def pins(self) -> dict[str, Any]:
+        """What changes of what the layer pins, as arguments of its `pin`."""
+        given = {"config": self.config, "rotary": self.rotary, "reproducible": self.reproducible}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class Plan:
@@ -203,13 +173,18 @@ class Plan:
     Args:
         rules: as of `swap`.
         config: as of `swap`.
+        reproducible: as of `swap`.
         swaps: whether layers are replaced, or only what they pin.
 
     Raises:
         ConfigError: a value of another kind.
+        TypeError: a `reproducible` that is no bool.
     """
 
-    def __init__(self, rules: Rules | None, config: Any, *, swaps: bool = True):
+    def __init__(self, rules: Rules | None, config: Any, reproducible: bool | None = None, *, swaps: bool = True):
+        if reproducible is not None:
+            check_reproducible(reproducible)
+        self.reproducible = reproducible
         self.book, self.defaults = RuleBook(rules, pins=not swaps), _defaults(config)
         self.taken: set[type] = set()  # types of config that some layer takes
 
@@ -228,13 +203,19 @@ class Plan:
             config = check_type(paths[0], ours.config_type, value)
         if type(module) is ours and config is not None:
             changed_pins(module, {"config": config})  # such as one for another back end than the module's is refused
-        return Decision(True, config=config)
+        reproducible = self.reproducible if ours.config_type is AttentionConfig else None
+        return Decision(True, config=config, reproducible=reproducible)
 
     def refuse_unused(self) -> None:
-        """Raises if a rule matched nothing, or no layer takes a config."""
+        """Raises if a rule matched nothing, or no layer takes what all are to pin."""
         self.book.refuse_unused()
         for kind in self.defaults.keys() - self.taken:
             raise ConfigError(f"config has a {kind.__name__}, which no layer takes that can be replaced; leave it out")
+        if self.reproducible is not None and AttentionConfig not in self.taken:
+            raise ConfigError(
+                f"reproducible is {self.reproducible}, which only layers of attention take, and none can be replaced; "
+                "leave it out"
+            )
 
 
 def _defaults(config: Any) -> dict[type, Any]:

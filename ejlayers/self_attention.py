@@ -86,6 +86,11 @@ class AttentionLayer(Protocol):
         ...
 
     @property
+    def reproducible(self) -> bool:
+        """Whether gradients are the same bits in each run."""
+        ...
+
+    @property
     def config(self) -> Any:
         """What the layer pins of the config of attention."""
         ...
@@ -141,7 +146,7 @@ def attend_heads(
         _refuse_cache(layer.causal, segment_ids, dropout_rng)
     _check_mask(options.get("mask"))
     query, key = _turned(layer, query, key, positions, 0 if cache is None else cache[2][..., None])
-    options |= {name: getattr(layer, name) for name in _OPTIONS}
+    options |= {name: getattr(layer, name) for name in _OPTIONS} | {"deterministic": layer.reproducible}
     dtype = layer.dtype or jnp.result_type(query, key, value)
     with at_path(layer.kernel_path):
         if cache is not None:

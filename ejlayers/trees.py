@@ -97,7 +97,8 @@ class TreeAdapter:
             is_ours = type(module) in self.replacements.values()
             if is_ours != decision.ours:
                 module = self.to_ours(module) if decision.ours else self.to_stock(module)
-            return module if decision.config is None else module.pin(config=decision.config)
+            pins = decision.pins()
+            return module.pin(**pins) if pins else module
 
         return change
 

@@ -134,10 +134,15 @@ def as_it_is(m):
     return m
 
 
+def in_any_order(m):
+    return ejlayers.swap(m, reproducible=False)
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
-    ("before", "after"), [(as_it_is, ejlayers.swap), (ejlayers.swap, as_it_is)], ids=["into ours", "into stock"]
-)
+    ("before", "after"), [(as_it_is, ejlayers.swap), (ejlayers.swap, as_it_is), (ejlayers.swap, in_any_order)],
+    ids=["into ours", "into stock", "into sums in any order"],
+)  # fmt: skip
 def test_a_checkpoint_restores_across_a_swap_and_the_next_step_is_the_same(name, before, after, tmp_path):
     kind = KINDS[name]
     state = kind.new(0, before)

@@ -63,7 +63,8 @@ class EquinoxAdapter(TreeAdapter):
 
     def to_ours(self, module: Any) -> Any:
         """A stock module as one of ours."""
-        return remade(module, self.replacements[type(module)], config=None, backend=None, kernel_path=None)
+        pins = {"config": None, "backend": None, "kernel_path": None, "reproducible": True}
+        return remade(module, self.replacements[type(module)], **pins)
 
     def to_stock(self, module: Any) -> Any:
         """Undoes `to_ours`."""

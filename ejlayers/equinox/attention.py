@@ -67,11 +67,12 @@ class Attention(Pinned):
         dtype: type of the parameters; default that of Equinox.
         config: back end and tile sizes of the attention; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
+        reproducible: whether gradients of attention are the same bits in each run; `False` allows sums in any order.
         key: for the parameters.
 
     Raises:
         ValueError: heads that do not divide, or a rate of dropout that is none.
-        TypeError: a `rotary` that is no `Rotary`.
+        TypeError: a `rotary` that is no `Rotary`, or a `reproducible` that is no bool.
         ConfigError: a config of another type or for another back end.
 
     Example:
@@ -99,6 +100,7 @@ class Attention(Pinned):
     softmax_scale: float | None = eqx.field(static=True)
     logits_soft_cap: float | None = eqx.field(static=True)
     rotary: Rotary | None = eqx.field(static=True)
+    reproducible: bool = eqx.field(default=True, static=True, kw_only=True)
 
     config_type = AttentionConfig
     dtype = None  # to compute in: that of inputs and parameters, as in all layers of Equinox
@@ -125,8 +127,10 @@ class Attention(Pinned):
         dtype: Any = None,
         config: AttentionConfig | None = None,
         backend: str | None = None,
+        reproducible: bool = True,
         key: Any,
     ):
+        self.reproducible = reproducible
         super().__init__(config=config, backend=backend)
         check_rotary(rotary)
         check_rate("dropout_p", dropout_p)

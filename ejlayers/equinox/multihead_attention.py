@@ -33,10 +33,12 @@ class MultiheadAttention(Pinned, eqx.nn.MultiheadAttention):
         *args: as `eqx.nn.MultiheadAttention`.
         config: back end and tile sizes of the attention; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
+        reproducible: whether gradients of attention are the same bits in each run; `False` allows sums in any order.
         **kwargs: as `eqx.nn.MultiheadAttention`.
 
     Raises:
         ConfigError: a config of another type or for another back end.
+        TypeError: a `reproducible` that is no bool.
 
     Example:
         >>> import jax
@@ -46,9 +48,19 @@ class MultiheadAttention(Pinned, eqx.nn.MultiheadAttention):
         (4, 3, 8)
     """
 
+    reproducible: bool = eqx.field(default=True, static=True, kw_only=True)
+
     config_type, kernel_of_layer = AttentionConfig, ATTENTION
 
-    def __init__(self, *args: Any, config: AttentionConfig | None = None, backend: str | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        config: AttentionConfig | None = None,
+        backend: str | None = None,
+        reproducible: bool = True,
+        **kwargs: Any,
+    ):
+        self.reproducible = reproducible
         super().__init__(*args, config=config, backend=backend, **kwargs)
 
     def __call__(
@@ -103,7 +115,7 @@ class MultiheadAttention(Pinned, eqx.nn.MultiheadAttention):
             out = attend(
                 *(x.astype(dtype) for x in heads), mask=_checked_mask(mask, self.num_heads, len(query), len(key_)),
                 dropout_rate=0.0 if key is None else self.dropout.p, dropout_rng=key, config=self.config,
-                backend=self.backend,
+                backend=self.backend, deterministic=self.reproducible,
             )  # fmt: skip
         return jax.vmap(self.output_proj)(out.reshape(len(query), math.prod(out.shape[1:])))
 

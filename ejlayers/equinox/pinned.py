@@ -35,7 +35,11 @@ class Pinned(eqx.Module):
         check_pins(self)
 
     def pin(self, **fields: Any) -> Any:
-        """Returns the module with another `config`, `backend` or `path`; jitted functions retrace once."""
+        """Returns the module with other pins; jitted functions retrace once.
+
+        Args:
+            **fields: of `config`, `backend`, `path` and, of attention, `reproducible` those that change.
+        """
         return remade(self, type(self), **changed_pins(self, fields))
 
     @classmethod

@@ -10,7 +10,8 @@ import jax
 from flax import linen as nn
 
 from ..check import value_and_grads
-from ..plan import Plan, Row, RuleBook, reaches
+from ..patterns import reaches
+from ..plan import Plan, Row, RuleBook
 from .calls import meeting_all, original_type, visited
 from .changes import Change
 from .layers import REPLACEMENTS, STOCK
@@ -35,7 +36,8 @@ class LinenAdapter:
 
     def swapped(self, model: Any, plan: Plan) -> Any:
         """New modules that run with ours for the stock layers that a plan takes; its rules are tried in `init`."""
-        change = self._chosen(model, plan.book, config=tuple(plan.defaults.values()))
+        options = {"config": tuple(plan.defaults.values()), "reproducible": plan.reproducible}
+        change = self._chosen(model, plan.book, **options)
         plan.book.refuse_unused()
         return change(model)
 

@@ -53,10 +53,11 @@ class Attention(Pinned, nn.Module):
         out_kernel_init: initializer of the kernel of `out`; default `kernel_init`.
         config: back end and tile sizes of the attention; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
+        reproducible: whether gradients of attention are the same bits in each run; `False` allows sums in any order.
 
     Raises:
         ValueError: a rate of dropout that is none.
-        TypeError: a `rotary` that is no `Rotary`.
+        TypeError: a `rotary` that is no `Rotary`, or a `reproducible` that is no bool.
         ConfigError: a config of another type or for another back end.
 
     Example:
@@ -92,6 +93,7 @@ class Attention(Pinned, nn.Module):
     out_kernel_init: Any = dataclasses.field(default=None, kw_only=True)
     config: AttentionConfig | None = dataclasses.field(default=None, kw_only=True)
     backend: str | None = dataclasses.field(default=None, kw_only=True)
+    reproducible: bool = dataclasses.field(default=True, kw_only=True)
 
     config_type = AttentionConfig
 

@@ -17,6 +17,7 @@ class Change:
     Args:
         rules: as of either, in order.
         config: as of `swap`.
+        reproducible: as of `swap`.
         swaps: whether layers are exchanged, or only what they pin.
         at: path of the model in the pytree that was changed, which the rules' patterns begin with.
         shared: rules that other models of that pytree have too, so that they need match nothing here.
@@ -24,22 +25,28 @@ class Change:
 
     rules: tuple[tuple[str | type, Any], ...]
     config: tuple[Any, ...] = ()
+    reproducible: bool | None = None
     swaps: bool = True
     at: str = ""
     shared: frozenset[str | type] = frozenset()
 
     def plan(self) -> Plan:
         """A fresh memory of what its rules match."""
-        plan = Plan(dict(self.rules), self.config, swaps=self.swaps)
+        plan = Plan(dict(self.rules), self.config, self.reproducible, swaps=self.swaps)
         plan.book.used.update(self.shared)
         return plan
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks for something that may find no layer."""
+        return bool(self.rules or self.config or self.reproducible is not None)
 
     def __str__(self) -> str:
         """The call that made it."""
         rules = dict(self.rules)
         if not self.swaps:
             return f"ejlayers.set_config({rules})"
-        given = {"rules": rules or None, "config": list(self.config) or None}
+        given = {"rules": rules or None, "config": list(self.config) or None, "reproducible": self.reproducible}
         return f"ejlayers.swap({', '.join(f'{k}={v}' for k, v in given.items() if v is not None)})"
 
     def applied(self, plan: Plan, path: str, module: Any, ours: type, before: Decision) -> Decision:
@@ -52,7 +59,7 @@ class Change:
             if ours not in STOCK:
                 return before
             now = plan.decide((path,), module, ours)
-            return dataclasses.replace(now, config=before.config) if now.config is None else now
+            return dataclasses.replace(now, **before.pins() | now.pins())
         if not before.ours:
             return before
         pins = wanted_pins(plan.book, (path,), (type(module), ours), as_decided(module, ours, before))
@@ -67,6 +74,7 @@ def ours_for(kind: type) -> type | None:
 def as_decided(module: Any, target: type, decision: Decision) -> Any:
     """A layer as it runs: a twin of a class, with what a decision pins."""
     pins = {"config": decision.config, "backend": getattr(module, "backend", None)}
+    pins |= {} if decision.reproducible is None else {"reproducible": decision.reproducible}
     if (rotary := getattr(module, "rotary", None)) is not None:
         pins["rotary"] = rotary.pin(config=decision.rotary)
     return twin(module, target, **pins)

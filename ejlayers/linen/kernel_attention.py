@@ -31,6 +31,8 @@ class KernelAttention:
         config: back end and tile sizes; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
         path: dotted path of the module, while `explain` asks for it.
+        reproducible: whether gradients are the same bits in each run; `False` allows sums in any order. (Flax's
+            `deterministic` is about dropout.)
 
     Raises:
         ConfigError: a config of another type or for another back end.
@@ -45,6 +47,7 @@ class KernelAttention:
     config: AttentionConfig | None = None
     backend: str | None = None
     path: str | None = None
+    reproducible: bool = True
 
     config_type = AttentionConfig
 
@@ -87,6 +90,7 @@ class KernelAttention:
             return attend(
                 query, key, value, bias=bias, mask=mask, precision=precision, config=self.config, backend=self.backend,
                 dropout_rate=0.0 if deterministic else dropout_rate, dropout_rng=dropout_rng,
+                deterministic=self.reproducible,
             )  # fmt: skip
 
     @staticmethod

@@ -29,7 +29,7 @@ class _KernelHeads(Pinned):
 
     def _run(self: Any, stock: type, args: tuple, options: dict) -> Any:
         """The stock layer's call, with the kernel as its attention, and its cache where it decodes."""
-        plain = KernelAttention(self.config, self.backend, self.kernel_path)
+        plain = KernelAttention(self.config, self.backend, self.kernel_path, self.reproducible)
         if self.decode:
             seen = twin(self, stock, decode=False, attention_fn=CachedAttention(self, plain))
         else:
@@ -61,9 +61,11 @@ class MultiHeadDotProductAttention(_KernelHeads, nn.MultiHeadDotProductAttention
     Args:
         config: back end and tile sizes of the attention; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
+        reproducible: whether gradients of attention are the same bits in each run; `False` allows sums in any order.
 
     Raises:
         ConfigError: `attention_fn` is given, or a config of another type or for another back end.
+        TypeError: a `reproducible` that is no bool.
 
     Example:
         >>> import jax
@@ -74,6 +76,7 @@ class MultiHeadDotProductAttention(_KernelHeads, nn.MultiHeadDotProductAttention
 
     config: AttentionConfig | None = dataclasses.field(default=None, kw_only=True)
     backend: str | None = dataclasses.field(default=None, kw_only=True)
+    reproducible: bool = dataclasses.field(default=True, kw_only=True)
 
     @nn.compact
     def __call__(
@@ -113,9 +116,11 @@ class SelfAttention(_KernelHeads, nn.SelfAttention):
     Args:
         config: back end and tile sizes of the attention; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
+        reproducible: whether gradients of attention are the same bits in each run; `False` allows sums in any order.
 
     Raises:
         ConfigError: `attention_fn` is given, or a config of another type or for another back end.
+        TypeError: a `reproducible` that is no bool.
 
     Example:
         >>> import jax, warnings
@@ -127,6 +132,7 @@ class SelfAttention(_KernelHeads, nn.SelfAttention):
 
     config: AttentionConfig | None = dataclasses.field(default=None, kw_only=True)
     backend: str | None = dataclasses.field(default=None, kw_only=True)
+    reproducible: bool = dataclasses.field(default=True, kw_only=True)
 
     @nn.compact
     def __call__(

@@ -46,7 +46,7 @@ class Swapped:
 
     def init_with_output(self: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         """That of Flax, and of `init`; without a `method` all layers are visited, and each rule has to match one."""
-        is_whole = method is None and any(change.rules or change.config for change in self._changes)
+        is_whole = method is None and any(change.asks for change in self._changes)
         with meeting_all() if is_whole else contextlib.nullcontext(), calling(self._changes, whole=is_whole):
             return super().init_with_output(*args, method=method, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -50,11 +50,12 @@ class Attention(nnx.Module, Pinned):
         bias_init: initializer of the biases.
         config: back end and tile sizes of the attention; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
+        reproducible: whether gradients of attention are the same bits in each run; `False` allows sums in any order.
         rngs: for the parameters, and its stream `dropout` for dropout.
 
     Raises:
         ValueError: heads that do not divide, or a rate of dropout that is none.
-        TypeError: a `rotary` that is no `Rotary`.
+        TypeError: a `rotary` that is no `Rotary`, or a `reproducible` that is no bool.
         ConfigError: a config of another type or for another back end.
 
     Example:
@@ -67,6 +68,7 @@ class Attention(nnx.Module, Pinned):
     """
 
     config_type = AttentionConfig
+    reproducible: bool = True
 
     def __init__(
         self,
@@ -95,6 +97,7 @@ class Attention(nnx.Module, Pinned):
         bias_init: Any = None,
         config: AttentionConfig | None = None,
         backend: str | None = None,
+        reproducible: bool = True,
         rngs: nnx.Rngs,
     ):
         check_rotary(rotary)
@@ -125,7 +128,7 @@ class Attention(nnx.Module, Pinned):
         self.deterministic, self.decode = deterministic, decode
         self.dropout = rngs.dropout.fork() if dropout_rate > 0 else None
         self.cached_key, self.cached_value, self.cache_index = (nnx.data(None) for _ in range(3))
-        self.pin(config=config, backend=backend)
+        self.pin(config=config, backend=backend, reproducible=reproducible)
 
     def __call__(
         self,

@@ -30,6 +30,8 @@ class KernelAttention:
         config: back end and tile sizes; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
         path: dotted path of the module, while `explain` asks for it.
+        reproducible: whether gradients are the same bits in each run; `False` allows sums in any order. (Flax's
+            `deterministic` is about dropout.)
 
     Example:
         >>> from flax import nnx
@@ -42,6 +44,7 @@ class KernelAttention:
     config: AttentionConfig | None = None
     backend: str | None = None
     path: str | None = None
+    reproducible: bool = True
 
     config_type = AttentionConfig
 
@@ -83,6 +86,7 @@ class KernelAttention:
             return attend(
                 query, key, value, bias=bias, mask=mask, causal=is_causal, precision=precision, config=self.config,
                 backend=self.backend, dropout_rate=0.0 if deterministic else dropout_rate, dropout_rng=dropout_rng,
+                deterministic=self.reproducible,
             )  # fmt: skip
 
     @staticmethod

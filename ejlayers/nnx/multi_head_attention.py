@@ -28,10 +28,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Pinned):
         *args: as `nnx.MultiHeadAttention`.
         config: back end and tile sizes of the attention; what it leaves open is chosen.
         backend: back end, or `None` for the best one.
+        reproducible: whether gradients of attention are the same bits in each run; `False` allows sums in any order.
         **kwargs: as `nnx.MultiHeadAttention`, `attention_fn` excepted.
 
     Raises:
         ConfigError: `attention_fn` is given, or a config of another type or for another back end.
+        TypeError: a `reproducible` that is no bool.
 
     Example:
         >>> layer = MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
@@ -40,14 +42,22 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Pinned):
     """
 
     config_type, kernel_of_layer = AttentionConfig, ATTENTION
+    reproducible: bool = True
 
-    def __init__(self, *args: Any, config: AttentionConfig | None = None, backend: str | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        config: AttentionConfig | None = None,
+        backend: str | None = None,
+        reproducible: bool = True,
+        **kwargs: Any,
+    ):
         if kwargs.pop("attention_fn", nnx.dot_product_attention) is not nnx.dot_product_attention:
             raise ConfigError(
                 "attention_fn is given; this layer brings its own: use nnx.MultiHeadAttention for another"
             )
         super().__init__(*args, **kwargs)
-        self.pin(config=config, backend=backend)
+        self.pin(config=config, backend=backend, reproducible=reproducible)
 
     def __call__(
         self,
@@ -107,7 +117,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention, Pinned):
         """The attention of a call: the kernel, as long as no other function was put in the place of Flax's."""
         fn = vars(self)["attention_fn"]
         if fn is nnx.dot_product_attention:
-            return KernelAttention(self.config, self.backend, self.kernel_path)
+            return KernelAttention(self.config, self.backend, self.kernel_path, self.reproducible)
         is_other = explaining() and not isinstance(fn, (KernelAttention, CachedAttention))
         return functools.partial(self._stock, "custom attention_fn", fn) if is_other else fn
 

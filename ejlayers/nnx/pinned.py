@@ -31,10 +31,16 @@ class Pinned:
     kernel_of_layer: ClassVar[Any]
 
     def pin(self, **fields: Any) -> Any:
-        """Changes `config`, `backend` or `path` and returns the module; jitted functions retrace once."""
+        """Changes what the module pins and returns it; jitted functions retrace once.
+
+        Args:
+            **fields: of `config`, `backend`, `path` and, of attention, `reproducible` those that change.
+        """
         for name, value in changed_pins(self, fields).items():
-            if value is not None or name in vars(self):  # a module that pins nothing keeps the stock attributes
+            if value is not getattr(type(self), name, None):
                 setattr(self, name, value)
+            elif name in vars(self):  # a module that pins nothing has the stock attributes
+                delattr(self, name)
         return self
 
     @classmethod
@@ -53,7 +59,7 @@ class Pinned:
 
     def release(self) -> None:
         """Takes away what `pin` added."""
-        for name in ("config", "backend", "kernel_path"):
+        for name in ("config", "backend", "kernel_path", "reproducible"):
             if name in vars(self):
                 delattr(self, name)
 

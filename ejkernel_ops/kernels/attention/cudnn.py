@@ -135,8 +135,9 @@ def _unsupported_arguments(
         (backward and "dlse" in given, "cuDNN has no gradient through the log-sum-exp"),
         (
             backward and deterministic and not _FIXED_ORDER,
-            "cuDNN adds gradients up in an order that varies between runs; pass deterministic=False to allow it, or "
-            "set XLA_FLAGS=--xla_gpu_deterministic_ops=true, with which it does not, and is slower",
+            "cuDNN adds gradients up in an order that varies between runs; pass deterministic=False (of layers, and of "
+            "ejlayers.swap, reproducible=False) to allow it, or set XLA_FLAGS=--xla_gpu_deterministic_ops=true, with "
+            "which it does not, and is slower",
         ),
     )
     return _first(limits)
