@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ejkernel_ops import AttentionConfig, ConfigError
+from ejkernel_ops.kernels.config import unread_by_all
 
 from .functional import CONFIGS
 from .patterns import matches
@@ -138,6 +139,8 @@ def check_type(path: str, expected: type, config: Any) -> Any:
     """Refuses a config of another kind of layer."""
     if not isinstance(config, expected):
         raise ConfigError(f"the rule for {path!r} gives {config!r}; expected a {expected.__name__}")
+    if reason := unread_by_all(config):
+        raise ConfigError(f"the rule for {path!r} {reason}")
     return config
 
 

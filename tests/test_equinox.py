@@ -607,6 +607,10 @@ def test_tied_embeddings_stay_tied():
     assert ejlayers.report(ours).rows[0].replaced
     assert len(jax.tree.leaves(eqx.filter(ours, eqx.is_array))) == 1
     np.testing.assert_allclose(ours(tokens), stock(tokens), atol=1e-5)
+    state = optax.adam(1e-3).init(eqx.filter(stock, eqx.is_inexact_array))  # which has no `where` any more
+    both, moved = ejlayers.swap((stock, state))
+    np.testing.assert_allclose(both(tokens), stock(tokens), atol=1e-5)
+    assert jax.tree.structure(moved[0].mu) == jax.tree.structure(eqx.filter(both, eqx.is_inexact_array))
 
 
 def test_what_is_no_model_is_refused():

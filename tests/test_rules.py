@@ -91,6 +91,14 @@ def test_a_config_for_all_linear_layers_leaves_gates_alone_and_the_report_says_s
         ejlayers.swap(made, rules={"mlp.gate": SMALL})
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_field_of_another_op_is_refused_where_it_is_pinned(framework):
+    wrong = ek.LinearConfig(fwd=ek.FwdParams(q_blocksize=64))
+    message = r"the rule for 'mlp.down' sets fwd.q_blocksize=64, which no back end of a LinearConfig has; they take bwd"
+    with pytest.raises(ek.ConfigError, match=message):
+        changed(framework, {"mlp.down": wrong})
+
+
 # Tied modules
 
 

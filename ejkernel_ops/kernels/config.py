@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..core.kernel import BACKENDS
+from ..config.schema import leaf_fields
+from ..core.kernel import BACKENDS, KERNELS
 from ..errors import ConfigError
 from ..params import BwdParams, Fields, FwdParams
 
@@ -52,13 +53,15 @@ def explicit_config(config_type: type[C], config: Any, cfg: Any, backend: str | 
     """The explicit config of a call, from its `config=` (or `cfg=`) and `backend=`.
 
     Raises:
-        ConfigError: both spellings, another type, or two different back ends.
+        ConfigError: both spellings, another type, a field that no back end has, or two different back ends.
     """
     if config is not None and cfg is not None:
         raise ConfigError("config= and cfg= are two spellings of one argument; give one")
     config = cfg if config is None else config
     if config is not None and not isinstance(config, config_type):
         raise ConfigError(f"config is {config!r}; expected a {config_type.__name__}")
+    if config is not None and (reason := unread_by_all(config)):
+        raise ConfigError(f"config {reason}")
     if backend is None:
         return config
     if config is None:
@@ -66,6 +69,19 @@ def explicit_config(config_type: type[C], config: Any, cfg: Any, backend: str | 
     if config.backend not in (None, backend):
         raise ConfigError(f"backend is {backend!r}, but config.backend is {config.backend!r}; give one")
     return dataclasses.replace(config, backend=backend)
+
+
+def unread_by_all(config: Any) -> str | None:
+    """The first field, in words, that no back end of a config's op reads in either direction: another op's, say."""
+    tables = [kernel.fields for kernel in KERNELS.values() if kernel.config_cls is type(config)]
+    if not tables or None in tables:
+        return None
+    known = {name: 0 for table in tables for names in table.values() for name in names}
+    for name, value in leaf_fields(config):
+        if value is not None and name not in known and name not in ("backend", "fwd", "bwd"):
+            takes = ", ".join(known)
+            return f"sets {name}={value!r}, which no back end of a {type(config).__name__} has; they take {takes}"
+    return None
 
 
 def as_array(name: str, x: Any) -> jax.Array:

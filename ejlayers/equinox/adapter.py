@@ -88,7 +88,9 @@ def _modules(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _shared(module: eqx.nn.Shared, path: str) -> Iterator[tuple[str, str]]:
-    """Paths of places that share a node with another place, and of the node."""
+    """Paths of places that share a node with another place, and of the node; none where `eqx.filter` took them away."""
+    if module.where is None or module.get is None:
+        return
     places, sources = module.where(module.pytree), module.get(module.pytree)
     pairs = zip(places, sources) if isinstance(places, (tuple, list)) else [(places, sources)]
     names = {id(node): name for name, node in _nodes(module.pytree, path)}

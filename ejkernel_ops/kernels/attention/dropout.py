@@ -40,8 +40,8 @@ def keep_bits(
 ) -> jax.Array:
     """Which probabilities of a block are kept.
 
-    The four words of a Philox call go to keys `4 i` to `4 i + 3`. Each key makes all four here and takes its own: a loop
-    over keys that XLA makes vector code of, where arrays of words that are put side by side take ten times as long.
+    The four words of a Philox call go to keys `4 i` to `4 i + 3`. Each key makes all four here and takes its own: XLA
+    makes vector code of that, where four arrays of words that are put side by side take ten times as long.
 
     Args:
         seed: `(batch, WORDS)` uint32, of each example.

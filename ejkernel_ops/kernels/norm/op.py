@@ -144,7 +144,7 @@ def _check_arrays(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None,
     """Refuses types and shapes that do not fit."""
     if x.ndim < 1 or x.shape[-1] == 0:
         raise ValueError(f"x has shape {x.shape}; expected (..., features) with at least one feature")
-    each = "one for each feature of x; reshape it"
+    each = f"one for each of the {x.shape[-1]} features of x, whose shape is {x.shape}; reshape it, or x has others"
     for name, a, shape, what in (
         ("x", x, x.shape, "itself"),
         ("scale", scale, x.shape[-1:], each),
