@@ -76,7 +76,7 @@ def unread_by_all(config: Any) -> str | None:
     tables = [kernel.fields for kernel in KERNELS.values() if kernel.config_cls is type(config)]
     if not tables or None in tables:
         return None
-    known = {name: 0 for table in tables for names in table.values() for name in names}
+    known = {name: 0 for table in tables if table for names in table.values() for name in names}
     for name, value in leaf_fields(config):
         if value is not None and name not in known and name not in ("backend", "fwd", "bwd"):
             takes = ", ".join(known)
