@@ -8,7 +8,7 @@ NODEPS := constraints/nodeps-python$(VERSION).txt
 ifeq ($(wildcard $(CONSTRAINTS)),)
 $(error $(PYTHON) is Python $(VERSION); supported: $(patsubst constraints/python%.txt,%,$(wildcard constraints/python*)). Pass PYTHON=python3.12, say)
 endif
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 ARGS ?=
 
@@ -26,12 +26,12 @@ install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS) $(NODEPS)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[dev$(GPU)]'
+	$(PIP) --constraint $(CONSTRAINTS) --editable '.[dev$(GPU)]'
 	$(PIP) --no-deps --requirement $(NODEPS)
 	@touch $@
 
 $(VENV)/installed-%: pyproject.toml $(CONSTRAINTS) | install
-	$(PIP) --editable '.[$*]'
+	$(PIP) --constraint $(CONSTRAINTS) --editable '.[$*]'
 	@touch $@
 
 train: install
