@@ -45,6 +45,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "start": measured.start,
     "summary": summary,
     "train_step_h200": functools.partial(measured.train_step, "train_step_h200.csv"),
+    "train_step_kernels": functools.partial(measured.kernels, "train_step_h200_kernels.csv"),
     "train_step_without_graphs": functools.partial(measured.train_step, "train_step_without_graphs_h200.csv"),
 }
 _BEGIN = re.compile(r"^<!-- table: ", re.MULTILINE)

@@ -47,6 +47,17 @@ def train_step(file: str) -> str:
     return table(file, heads, cells)
 
 
+def kernels(file: str) -> str:
+    """Where the time of whole steps goes."""
+    kinds = ("products", "attention", "ours", "elementwise", "reductions", "copies")
+
+    def cells(rows: Rows) -> Iterable[list[str]]:
+        for r in rows:
+            yield [r["model"], WAYS.get(r["way"], r["way"]), *(number(r[kind]) for kind in kinds)]
+
+    return table(file, ("model", "step", "products, ms", "attention, ms", "our Triton, ms", *kinds[3:]), cells)
+
+
 def losses(file: str) -> str:
     """How far the losses of each way are from those of the first one."""
     rows = read_rows(BENCHMARKS / file)

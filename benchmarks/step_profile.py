@@ -14,7 +14,7 @@ import jax
 _KINDS = (  # the first that is found in a kernel's name
     ("attention", ("flash", "fmha", "sdpa", "attention")),
     ("products", ("gemm", "cutlass", "nvjet", "dot", "xmma")),
-    ("ours", ("ejkernel", "norm_", "linear_", "rotary", "softmax_grad")),
+    ("ours", ("ejkernel", "norm_", "activation_", "rows_of_logits", "turn")),
     ("copies", ("memcpy", "memset", "copy", "transpose")),
     ("reductions", ("reduce",)),
     ("elementwise", ("fusion", "wrapped", "convert", "loop")),
@@ -66,6 +66,9 @@ class Profile:
         for kernel in self.kernels:
             total[kernel.kind] += kernel.ms
         return dict(total.most_common())
+
+
+KINDS = (*(kind for kind, _ in _KINDS), "other")
 
 
 def profiled(run: Callable[[], object], steps: int) -> Profile:

@@ -27,7 +27,7 @@ import optax
 from attention import about, card
 from flax import nnx
 from rows import write_rows
-from step_profile import Profile, profiled
+from step_profile import KINDS, Profile, profiled
 
 import ejlayers
 from ejkernel_ops import (
@@ -362,6 +362,13 @@ def profile_all(found: list[Contender], state: list[jax.Array], tokens: jax.Arra
             print(f"  {gap.ms:8.3f} ms {gap.count:6.1f} x idle before   {gap.name}", flush=True)
 
 
+def kinds(name: str, contender: Contender) -> dict[str, Any]:
+    """A row of the table of kernels: milliseconds of a step by kind."""
+    assert contender.profile is not None
+    by_kind = contender.profile.by_kind
+    return {"model": name, "way": contender.name} | {kind: round(by_kind.get(kind, 0.0), 2) for kind in KINDS}
+
+
 def kept_rows(path: Path, name: str) -> list[dict]:
     """The rows of other models that a table has."""
     if not path.exists():
@@ -382,7 +389,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="steps of a round, after which the host waits: as often as logs are written",
     )
     parser.add_argument("--no-tune", action="store_true", help="ours as it is, without tuning")
-    parser.add_argument("--profile", action="store_true", help="also print the kernels of each, by kind")
+    parser.add_argument("--profile", action="store_true", help="also kernels: printed, and by kind in a table beside")
     parser.add_argument("--follow", type=int, default=0, help="instead of times, losses of so many steps")
     parser.add_argument("--result", type=Path, help="a file for what tuning found")
     parser.add_argument("--out", type=Path, help="default docs/benchmarks/train_step_<card>.csv")
@@ -396,6 +403,9 @@ def main(arguments: list[str] | None = None) -> None:
     state = timed(found, state, tokens, options.rounds, options.steps)
     if options.profile:
         profile_all(found, state, tokens)
+        path = out.with_stem(f"{out.stem}_kernels")
+        rows = [kinds(options.model, contender) | about() for contender in found]
+        write_rows(path, kept_rows(path, options.model) + rows)
     rows = [row(options.model, size, contender, found[0], parameters) | about() for contender in found]
     for each in rows:
         print(*(f"{key}={value}" for key, value in each.items() if key not in about()), flush=True)
