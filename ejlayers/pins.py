@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel_ops.config.schema import leaf_fields
-from ejkernel_ops.kernels.config import explicit_config
+from ejkernel_ops.errors import ConfigError
+from ejkernel_ops.kernels.config import explicit_config, unread_by_all
 
 # What `pin` takes -> where it is.
 _ATTRIBUTES = {"config": "config", "backend": "backend", "path": "kernel_path", "reproducible": "reproducible"}
@@ -21,8 +22,14 @@ def check_pins(layer: Any) -> None:
         ConfigError: a config of another type, an unknown back end, or two different ones.
         TypeError: a `reproducible` that is no bool.
     """
-    explicit_config(layer.config_type, layer.config, None, layer.backend)
+    _check_config(layer, layer.config, layer.backend)
     check_reproducible(getattr(layer, "reproducible", True))
+
+
+def _check_config(layer: Any, config: Any, backend: str | None) -> None:
+    explicit_config(layer.config_type, config, None, backend)
+    if config is not None and (reason := unread_by_all(config)):
+        raise ConfigError(f"config {reason}")
 
 
 def check_reproducible(reproducible: Any) -> None:
@@ -59,7 +66,7 @@ def changed_pins(layer: Any, fields: dict[str, Any]) -> dict[str, Any]:
     if unknown := sorted(fields.keys() - known):
         raise TypeError(f"{unknown[0]} is nothing that a module pins; expected {', '.join(known)}")
     config, backend = (fields.get(name, getattr(layer, name)) for name in ("config", "backend"))
-    explicit_config(layer.config_type, config, None, backend)
+    _check_config(layer, config, backend)
     check_reproducible(fields.get("reproducible", True))
     changed = {known[name]: value for name, value in fields.items()}
     if rotary is not None and "rotary" in fields:

@@ -53,15 +53,13 @@ def explicit_config(config_type: type[C], config: Any, cfg: Any, backend: str | 
     """The explicit config of a call, from its `config=` (or `cfg=`) and `backend=`.
 
     Raises:
-        ConfigError: both spellings, another type, a field that no back end has, or two different back ends.
+        ConfigError: both spellings, another type, or two different back ends.
     """
     if config is not None and cfg is not None:
         raise ConfigError("config= and cfg= are two spellings of one argument; give one")
     config = cfg if config is None else config
     if config is not None and not isinstance(config, config_type):
         raise ConfigError(f"config is {config!r}; expected a {config_type.__name__}")
-    if config is not None and (reason := unread_by_all(config)):
-        raise ConfigError(f"config {reason}")
     if backend is None:
         return config
     if config is None:
@@ -72,7 +70,10 @@ def explicit_config(config_type: type[C], config: Any, cfg: Any, backend: str | 
 
 
 def unread_by_all(config: Any) -> str | None:
-    """The first field, in words, that no back end of a config's op reads in either direction: another op's, say."""
+    """The first field, in words, that no back end of a config's op reads in either direction: another op's, say.
+
+    It says so where a config is pinned. Where one is used its back end is known, which `choice.unread` asks.
+    """
     tables = [kernel.fields for kernel in KERNELS.values() if kernel.config_cls is type(config)]
     if not tables or None in tables:
         return None
