@@ -40,20 +40,19 @@ def record_in_graphs(results: Any) -> Any:
 
 @functools.cache
 def registered() -> bool:
-    """Registers the call where it can be, once in a process, and says whether it is."""
-    handlers = _handlers()
-    if handlers is None:
-        return False
-    traits = xla_client.CustomCallTargetTraits.COMMAND_BUFFER_COMPATIBLE
-    jax.ffi.register_ffi_target(TARGET, handlers, platform="CUDA", api_version=1, traits=traits)
-    return True
+    """Registers the call where it can be, once in a process, and says whether graphs may hold it.
 
-
-def _handlers() -> dict[str, Any] | None:
-    """Those of jaxlib, if they load a kernel before it is launched: nothing can be loaded while a graph is recorded."""
+    They may if a kernel is loaded before it is launched: nothing can be loaded while a graph is recorded. Elsewhere it
+    is there for programs that were exported with another jaxlib.
+    """
     library = getattr(gpu_triton, "_cuda_triton", None)
-    found = getattr(library, "registrations", dict)().get(_JAXLIBS)
-    return found if isinstance(found, dict) and {"initialize", "execute"} <= found.keys() else None
+    handlers = getattr(library, "registrations", dict)().get(_JAXLIBS)
+    if not isinstance(handlers, dict) or "execute" not in handlers:
+        return False
+    traits = xla_client.CustomCallTargetTraits
+    trait = traits.COMMAND_BUFFER_COMPATIBLE if "initialize" in handlers else traits.DEFAULT
+    jax.ffi.register_ffi_target(TARGET, handlers, platform="CUDA", api_version=1, traits=trait)
+    return trait != traits.DEFAULT
 
 
 registered()  # now: a program that was exported elsewhere names the call, and lowers nothing here

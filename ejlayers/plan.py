@@ -227,4 +227,6 @@ def _defaults(config: Any) -> dict[type, Any]:
     for one in given:
         if not isinstance(one, CONFIGS):
             raise ConfigError(f"config has {one!r}; expected one of {', '.join(c.__name__ for c in CONFIGS)}")
+        if reason := unread_by_all(one):  # now, while the model is as it was
+            raise ConfigError(f"config {reason}")
     return {type(one): one for one in given}

@@ -60,6 +60,8 @@ def main(arguments: list[str] | None = None) -> bool:
     parser.add_argument("--count", type=int, default=128, help="bytes that follow each prompt")
     parser.add_argument("--layers", type=int, default=2)
     options = parser.parse_args(arguments)
+    if options.count < 1:
+        parser.error("--count is 1 at least")
     size = dataclasses.replace(SIZES["llama-smoke"], layers=options.layers, width=128, hidden=256)
     model = Llama(size, jnp.float32, nnx.Rngs(0))
     prompts = jnp.array([list(text.encode()) for text in PROMPTS], jnp.int32)

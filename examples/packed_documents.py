@@ -106,6 +106,8 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--documents", type=int, default=16, help="how many, at most 100")
     parser.add_argument("--length", type=int, default=512, help="bytes of a row")
     options = parser.parse_args(arguments)
+    if not (1 <= options.documents <= 100 and options.length >= 2):
+        parser.error("documents are 1 to 100, and a row has 2 bytes at least")
     documents = docstrings(options.documents, options.length)
     size = dataclasses.replace(SIZES["llama-smoke"], layers=2, width=128, hidden=256)
     model, total = Llama(size, jnp.float32, nnx.Rngs(0)), sum(map(len, documents))

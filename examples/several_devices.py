@@ -71,6 +71,9 @@ def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mesh", type=int, nargs=2, default=[2, 2], metavar=("FSDP", "CONTEXT"), help="its sizes")
     options = parser.parse_args(arguments)
+    fsdp, context = options.mesh
+    if min(options.mesh) < 1 or SIZE.batch % fsdp or SIZE.width % fsdp or SIZE.context % (2 * context):
+        parser.error(f"--mesh {fsdp} {context} does not divide {SIZE.batch} examples of {SIZE.context} numbers")
     mesh = mesh_of(*options.mesh)
     model = ejlayers.swap(Block(SIZE, jnp.dtype("float32"), nnx.Rngs(0)))
     x = jax.random.normal(jax.random.key(0), (SIZE.batch, SIZE.context, SIZE.width))
@@ -79,7 +82,6 @@ def main(arguments: list[str] | None = None) -> float:
     x = jax.device_put(x, NamedSharding(mesh, P("fsdp", "context")))
     together = jax.device_get(step(model, x))
 
-    fsdp, context = options.mesh
     print(f"{mesh.size} devices: fsdp {fsdp} splits examples and parameters, context {context} the length")
     for name, array in {"query kernel": model.attention.query.kernel[...], "inputs": x}.items():
         print(f"{name:13}{array.shape!s:14}of which a device has {array.addressable_shards[0].data.shape}")

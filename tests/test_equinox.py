@@ -610,6 +610,8 @@ def test_tied_embeddings_stay_tied():
     state = optax.adam(1e-3).init(eqx.filter(stock, eqx.is_inexact_array))  # which has no `where` any more
     both, moved = ejlayers.swap((stock, state))
     np.testing.assert_allclose(both(tokens), stock(tokens), atol=1e-5)
+    _, mask = ejlayers.swap((stock, jax.tree.map(eqx.is_inexact_array, stock)))
+    assert jax.tree.structure(mask) == jax.tree.structure(both)
     assert jax.tree.structure(moved[0].mu) == jax.tree.structure(eqx.filter(both, eqx.is_inexact_array))
 
 

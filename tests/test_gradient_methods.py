@@ -1,5 +1,7 @@
 """Gradients written as methods, `vjp` with residuals or `custom_vjp`, are right whatever a call's arguments are."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -518,3 +520,38 @@ def test_a_backward_kernel_may_take_residuals_too():
     close(jax.grad(ours, (0, 1))(B, 0.7), jax.grad(plain, (0, 1))(B, 0.7))
     close(jitted(twice(ours, 2), B, 0.7), jitted(twice(plain, 2), B, 0.7), 2e-4)
     assert runs(jax.jit(jax.grad(ours)).lower(B, 0.7)) == {"test_takes@v1": 1, "test_takes_bwd@v1": 1}
+
+
+# Derivatives of gradients that are plain JAX, of a forward that is not
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendConfig:
+    backend: str | None = None
+
+
+class PlainGradient(Kernel[BackendConfig, jax.Array]):
+    name = "test_plain_gradient"
+
+    def run_triton(self, x, *, cfg):
+        return jnp.sin(x)
+
+    run_xla = run_triton
+
+    def heuristic_cfg(self, inv):
+        return BackendConfig("xla")
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        return (jnp.cos(primals[0]) * cotangents[0],)
+
+
+def test_a_gradient_in_plain_jax_has_derivatives_whatever_back_end_its_forward_runs_on(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_INTERPRET", "1")
+    kernel = PlainGradient()
+
+    def first(x):
+        return jax.grad(lambda x: kernel(x, cfg=BackendConfig("triton")))(x)
+
+    np.testing.assert_allclose(jax.grad(first)(jnp.float32(0.3)), -np.sin(0.3), rtol=1e-6)
+    with pytest.raises(UnsupportedError, match="test_plain_gradient@v1 runs on the 'triton' back end"):
+        jax.jvp(lambda x: kernel(x, cfg=BackendConfig("triton")), (jnp.float32(0.3),), (jnp.float32(1.0),))

@@ -97,6 +97,10 @@ def test_a_field_of_another_op_is_refused_where_it_is_pinned(framework):
     message = r"the rule for 'mlp.down' sets fwd.q_blocksize=64, which no back end of a LinearConfig has; they take bwd"
     with pytest.raises(ek.ConfigError, match=message):
         changed(framework, {"mlp.down": wrong})
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(ek.ConfigError, match=r"config sets fwd.q_blocksize=64"):
+        ejlayers.swap(model, config=wrong)
+    assert type(model.layers[0]) is nnx.Linear
 
 
 # Tied modules

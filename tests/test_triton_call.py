@@ -196,7 +196,7 @@ def test_export_for_cuda_contains_the_call():
 def test_where_jaxlib_loads_kernels_ahead_the_call_is_one_that_graphs_hold(monkeypatch):
     own, typed = f"@{triton_target.TARGET}(", "api_version = 4"
     text = lowered_for_cuda(added, normal(64), normal(64))
-    assert (own in text) == (triton_target._handlers() is not None)
+    assert (own in text) == triton_target.registered()
     assert (own in text) <= (typed in text and "opaque = " in text)
     monkeypatch.setattr(triton_target, "registered", lambda: False)
     text = lowered_for_cuda(lambda x, y: added(x, y), normal(64), normal(64))
@@ -212,7 +212,14 @@ def test_only_kernels_that_are_loaded_before_their_launch_are_recorded(monkeypat
     found = {} if stages is None else {"triton_kernel_call_ffi": dict.fromkeys(stages, "capsule")}
     library = types.SimpleNamespace(registrations=lambda: found)
     monkeypatch.setattr(triton_target, "gpu_triton", types.SimpleNamespace(_cuda_triton=library))
-    assert (triton_target._handlers() is not None) == fit
+    asked = []
+
+    def register(name, *_, traits, **__):
+        asked.append((name, bool(traits)))
+
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", register)
+    assert triton_target.registered.__wrapped__() == fit
+    assert asked == ([] if stages is None else [(triton_target.TARGET, fit)])
 
 
 def test_unused_calls_leave_the_program():

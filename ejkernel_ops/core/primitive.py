@@ -37,7 +37,7 @@ from .batching import fold_or_loop
 from .call import Call, backward_call, flatten_gradients, gradient_types, make_call, num_cotangents
 from .dims import Arrays, arrays_of, lacking, summed_axes
 from .gradient_methods import plain_gradients
-from .kernel import is_float
+from .kernel import BACKENDS, is_float
 from .shards import Plan, Tools, on_shards
 from .spread import spread
 
@@ -301,7 +301,8 @@ def _on_auto_axes(run: Callable, operands: Sequence[Any], call: Call) -> list[An
 def _plain(call: Call, operands: Sequence[Any], mode: str) -> None:
     """Refuses what JAX cannot differentiate: code that is not JAX's own."""
     cfg = choose(call.invocation(operands), call.snapshot, call.generation).cfg
-    backend = getattr(cfg, "backend", None) or call.method(cfg, operands).__name__.rpartition("_")[2]
+    backend = call.method(cfg, operands).__name__.rpartition("_")[2]  # of a method for all back ends none
+    backend = getattr(cfg, "backend", None) or backend if backend in BACKENDS else backend
     if backend in _OPAQUE:
         raise UnsupportedError(
             f"{call.kernel.op_id_v} runs on the {backend!r} back end, which has no {mode} derivative; "

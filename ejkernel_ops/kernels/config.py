@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, TypeVar
 
 import jax
@@ -69,11 +70,16 @@ def explicit_config(config_type: type[C], config: Any, cfg: Any, backend: str | 
     return dataclasses.replace(config, backend=backend)
 
 
-def unread_by_all(config: Any) -> str | None:
+def unread_by_all(config: OpConfig) -> str | None:
     """The first field, in words, that no back end of a config's op reads in either direction: another op's, say.
 
     It says so where a config is pinned. Where one is used its back end is known, which `choice.unread` asks.
     """
+    return _unread_by_all(config, len(KERNELS))  # each layer asks that pins a config, whenever it is made
+
+
+@functools.lru_cache(maxsize=1024)
+def _unread_by_all(config: OpConfig, _num_kernels: int) -> str | None:
     tables = [kernel.fields for kernel in KERNELS.values() if kernel.config_cls is type(config)]
     if not tables or None in tables:
         return None

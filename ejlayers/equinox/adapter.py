@@ -88,8 +88,8 @@ def _modules(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _shared(module: eqx.nn.Shared, path: str) -> Iterator[tuple[str, str]]:
-    """Paths of places that share a node with another place, and of the node; none where `eqx.filter` took them away."""
-    if module.where is None or module.get is None:
+    """Paths of places that share a node with another place, and of the node; none of a mask or labels in its form."""
+    if not (callable(module.where) and callable(module.get)):
         return
     places, sources = module.where(module.pytree), module.get(module.pytree)
     pairs = zip(places, sources) if isinstance(places, (tuple, list)) else [(places, sources)]

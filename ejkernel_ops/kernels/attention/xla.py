@@ -164,7 +164,9 @@ class Blocks:
         heads = jnp.arange(kv_heads * group).reshape(kv_heads, group)
         rows = i * self.block_q + jnp.arange(self.block_q)
         keep = keep_bits(self.x.dropout_seed, heads, rows, j * self.block_kv, self.block_kv, rate)
-        keep = jax.lax.optimization_barrier(keep)  # made once: the backward reads it twice
+        keep = jax.lax.optimization_barrier(
+            keep
+        )  # the backward reads it twice: made once, but by XLA of jax 0.10 on a CPU
         return keep.astype(self.dtype) / (1.0 - rate)
 
     def dot(self, spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
