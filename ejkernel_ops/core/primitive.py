@@ -301,8 +301,9 @@ def _on_auto_axes(run: Callable, operands: Sequence[Any], call: Call) -> list[An
 def _plain(call: Call, operands: Sequence[Any], mode: str) -> None:
     """Refuses what JAX cannot differentiate: code that is not JAX's own."""
     cfg = choose(call.invocation(operands), call.snapshot, call.generation).cfg
-    backend = call.method(cfg, operands).__name__.rpartition("_")[2]  # of a method for all back ends none
-    backend = getattr(cfg, "backend", None) or backend if backend in BACKENDS else backend
+    backend = call.method(cfg, operands).__name__.rpartition("_")[2]
+    if backend in BACKENDS:  # not a method for all of them; of `run_triton = run_xla` the name is the other's
+        backend = getattr(cfg, "backend", None) or backend
     if backend in _OPAQUE:
         raise UnsupportedError(
             f"{call.kernel.op_id_v} runs on the {backend!r} back end, which has no {mode} derivative; "

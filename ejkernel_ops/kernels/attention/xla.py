@@ -166,7 +166,7 @@ class Blocks:
         keep = keep_bits(self.x.dropout_seed, heads, rows, j * self.block_kv, self.block_kv, rate)
         keep = jax.lax.optimization_barrier(
             keep
-        )  # the backward reads it twice: made once, but by XLA of jax 0.10 on a CPU
+        )  # the backward reads it twice; XLA of jax 0.10 on a CPU makes it twice
         return keep.astype(self.dtype) / (1.0 - rate)
 
     def dot(self, spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
