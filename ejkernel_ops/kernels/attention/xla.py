@@ -164,9 +164,8 @@ class Blocks:
         heads = jnp.arange(kv_heads * group).reshape(kv_heads, group)
         rows = i * self.block_q + jnp.arange(self.block_q)
         keep = keep_bits(self.x.dropout_seed, heads, rows, j * self.block_kv, self.block_kv, rate)
-        keep = jax.lax.optimization_barrier(
-            keep
-        )  # the backward reads it twice; XLA of jax 0.10 on a CPU makes it twice
+        # The backward reads it twice, and without this makes it twice; on a CPU XLA of jax 0.10 does so anyway.
+        keep = jax.lax.optimization_barrier(keep)
         return keep.astype(self.dtype) / (1.0 - rate)
 
     def dot(self, spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
